@@ -1,0 +1,200 @@
+"""All settings: one frozen tree, defaults < TOML < M1SERVE_* environment < flags; unknown keys are refused.
+
+Nothing heavy is imported here. Nested fields read M1SERVE_TRAIN__LR style variables.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from m1serve.errors import ConfigError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSettings(_Section):
+    path: Path | None = None
+    """Directory with config.json, safetensors and tokenizer.json; None means the shipped nano."""
+    model_id: str = "nano"
+    """Name clients use, and the first half of every weights_version."""
+    aliases: tuple[str, ...] = ()
+    """Other names that `model` may carry in a request."""
+    history: Literal["exact", "template"] = "exact"
+    temperature: float = 1.0
+    """When a request names none."""
+    top_p: float = 1.0
+    max_tokens: int = 1024
+    """Answer and reasoning together, when a request names none."""
+
+
+class EngineSettings(_Section):
+    kind: Literal["local", "scripted"] = "local"
+    num_slots: int = Field(default=128, ge=1)
+    """Sequences that decode together."""
+    max_model_len: int = Field(default=2048, ge=16)
+    prefill_chunk_tokens: int = Field(default=4096, ge=16)
+    """Prompt tokens read in one step, so that decodes are never starved."""
+    snapshot_bytes: int = Field(default=256 * 2**20, ge=0)
+    """Budget of the prefix snapshots."""
+    max_waiting: int = Field(default=4096, ge=1)
+    """Requests queued before new ones are refused with 503."""
+    num_threads: int = Field(default=1, ge=1)
+    """Torch threads of a serving process; spinning threads cost 10x when cores are shared."""
+    script: Path | None = None
+    """Replies of the scripted engine, JSON lines."""
+
+
+class ServeSettings(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    admin_port: int = Field(default=8001, ge=1, le=65535)
+    api_keys: tuple[str, ...] = ()
+    """sha256 hex of accepted keys; empty accepts any key (loopback only)."""
+    admin_key: str | None = None
+    """sha256 hex of the admin key; None leaves the admin port open on loopback."""
+    max_n: int = Field(default=64, ge=1)
+    keep_alive_s: float = 15.0
+    session_idle_s: float = 600.0
+    """A session without a request for this long is closed."""
+    poll_s: float = 0.2
+    """How often a replica looks at its target version."""
+    with_ray: bool = True
+    """Ray Serve; off means uvicorn in one process."""
+
+
+class ScoreSettings(_Section):
+    broker_url: str | None = None
+    """Celery broker, redis://...; None means the embedded file transport under `home`."""
+    timeout_s: float = 10.0
+    memory_bytes: int = 2 * 2**30
+    max_attempts: int = 3
+    reap_s: float = 0.5
+    """How often beat looks for jobs that are due."""
+    concurrency: int = Field(default=1, ge=1)
+
+
+class TrainSettings(_Section):
+    algorithm: Literal["cispo"] = "cispo"
+    lr: float = 5e-5
+    weight_max: float = Field(default=5.0, gt=0)
+    """Absolute cap of the CISPO weight; there is no lower bound."""
+    minibatches: int = Field(default=8, ge=1)
+    """Optimizer steps over one batch of groups."""
+    microbatch_rows: int = Field(default=32, ge=1)
+    grad_clip: float = 1.0
+    min_groups: int = Field(default=2, ge=1)
+    """Fewer eligible groups with a signal and the run is skipped."""
+    max_groups: int = Field(default=64, ge=1)
+    max_age_versions: int = Field(default=4, ge=0)
+    every_s: float | None = None
+    """Period of automatic retraining; None means only on request."""
+    after_rejection: Literal["release", "burn"] = "burn"
+    """What becomes of a rejected run's trajectories."""
+    serving_dtype: Literal["float32", "bfloat16"] = "float32"
+    parity_mean_max: float = 2e-3
+    """Mean |trainer - sampler| logprob above which nothing is trained."""
+    seed: int = 0
+    num_threads: int = Field(default=2, ge=1)
+    negate_advantages: bool = False
+    """Fault injection for the demo: trains a candidate that the gate must refuse."""
+
+
+class GateSettings(_Section):
+    tasks_per_family: int = Field(default=24, ge=1)
+    max_drop: float = 0.05
+    """Overall success may fall by at most this much."""
+    family_z: float = 2.0
+    """A family fails when it is worse by more than this many standard errors."""
+    min_format_rate: float = 0.8
+    """Relative to the parent's."""
+    max_kl: float = 0.5
+    """Mean per-token KL estimate to the parent on the gate's own samples."""
+    families: tuple[str, ...] = ()
+    """Empty means every family the environments know."""
+
+
+class Settings(BaseSettings):
+    """The whole tree. Build it with `load_settings`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="M1SERVE_", env_nested_delimiter="__", frozen=True, extra="forbid"
+    )
+    home: Path = Path("m1serve-data")
+    """Everything that is kept: database, journal, weights, broker files, logs."""
+    database_url: str | None = None
+    """SQLAlchemy URL; None means SQLite under `home`."""
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    serve: ServeSettings = ServeSettings()
+    score: ScoreSettings = ScoreSettings()
+    train: TrainSettings = TrainSettings()
+    gate: GateSettings = GateSettings()
+
+    @property
+    def database(self) -> str:
+        return self.database_url or f"sqlite:///{self.home.resolve() / 'm1serve.db'}"
+
+    @property
+    def journal_dir(self) -> Path:
+        return self.home / "journal"
+
+    @property
+    def weights_dir(self) -> Path:
+        return self.home / "weights"
+
+    @property
+    def log_dir(self) -> Path:
+        return self.home / "logs"
+
+    @property
+    def model_dir(self) -> Path:
+        return self.model.path or Path(__file__).parent / "model" / "nano"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        toml = os.environ.get("M1SERVE_CONFIG")
+        files = (TomlConfigSettingsSource(settings_cls, Path(toml)),) if toml else ()
+        return init_settings, env_settings, *files
+
+
+def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa: ANN401
+    """Reads the tree; `config` is a TOML file, `flags` nested dicts that win over everything.
+
+    Raises ConfigError naming every field that is unknown or out of range. A given `config` is put into
+    M1SERVE_CONFIG so that child processes read the same file.
+    """
+    if config is not None:
+        if not config.is_file():
+            raise ConfigError(f"no settings file at {config}; pass --config an existing TOML file")
+        os.environ["M1SERVE_CONFIG"] = str(config.resolve())
+    known = {f"M1SERVE_{name.upper()}" for name in Settings.model_fields} | {"M1SERVE_CONFIG"}
+    for name in os.environ:
+        if name.startswith("M1SERVE_") and name.split("__")[0] not in known:
+            raise ConfigError(f"unknown environment variable {name}; known are {sorted(known)}")
+    try:
+        return Settings(**flags)
+    except ValidationError as error:
+        lines = "; ".join(
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})"
+            for e in error.errors()
+        )
+        raise ConfigError(f"settings refused: {lines}") from None

@@ -1,0 +1,59 @@
+"""The Engine contract. Every implementation passes the one suite in tests/engine/contract.py."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from m1serve.types import (
+    Capabilities,
+    Delta,
+    EngineStats,
+    GenerateRequest,
+    Scored,
+    Started,
+    SwapReport,
+    VersionRef,
+)
+
+
+class Engine(Protocol):
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def weights_version(self) -> str:
+        """The version that new requests get."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Started | Delta]:
+        """Yields one `Started`, then deltas until every choice had one with `stop` set.
+
+        Closing the iterator aborts the request and frees its slots.
+        Raises RequestError for what the engine cannot do (prompt too long, unknown pin), OverloadedError when its
+        queue is full, before `Started`. A failure while running ends every choice with StopCause.ERROR.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ends the request's choices with StopCause.ABORT within one step; unknown ids are ignored."""
+        ...
+
+    async def score(
+        self, token_ids: Sequence[int], *, weights_version: str | None = None
+    ) -> Scored:
+        """Teacher-forced logprobs under the same numerics as decode."""
+        ...
+
+    async def load(self, version: VersionRef) -> SwapReport:
+        """Stages, verifies (checksums, golden logprobs) and switches. Refusal leaves the old version serving.
+
+        Running requests finish on the weights they began with unless their `in_flight` says otherwise.
+        """
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None:
+        """Aborts what runs and frees the device."""
+        ...

@@ -1,0 +1,91 @@
+"""What the journal carries: one record a finished turn, and the events that close or judge a session.
+
+Written by the process that owns the engine stream, read by the sidecar. Values only, no database.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from m1serve.types import HistoryRule, Mode, Sampling, StopCause, VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """One choice of one request, exactly as sampled."""
+
+    turn_id: str
+    """uuid4 hex; the idempotency key of the turn itself"""
+    request_id: str
+    session_id: str
+    group_key: str | None
+    task_id: str | None
+    tenant_id: str
+    key_id: str
+    model_id: str
+    mode: Mode
+    consent: bool
+    created_at: float
+    """Unix seconds of the request's arrival"""
+    choice: int
+    num_choices: int
+    history_rule: HistoryRule
+    request_hash: str
+    """sha256 of model, messages, tools and sampling: equal for a client's retry"""
+    retry_count: int
+    """x-stainless-retry-count, 0 when absent"""
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    sampled_logprobs: tuple[float, ...] | None
+    token_flags: tuple[int, ...]
+    version_spans: tuple[VersionSpan, ...]
+    sampling: Sampling
+    stop: StopCause
+    stop_detail: str | None
+    finish_reason: str
+    was_delivered: bool
+    """The last byte was handed to the client's connection."""
+    cached_tokens: int
+    tokenizer_digest: str
+    template_digest: str
+    numerics_digest: str
+    ttft_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnded:
+    session_id: str
+    tenant_id: str
+    at: float
+    reason: str
+    """end (the client said so) or idle"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedbackGiven:
+    """A client's own reward: feedback, never a verifier's result."""
+
+    feedback_id: str
+    tenant_id: str
+    key_id: str
+    at: float
+    session_id: str | None
+    turn_id: str | None
+    metric: str
+    value: float
+    comment: str = ""
+
+
+JournalRecord = TurnRecord | SessionEnded | FeedbackGiven
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry:
+    """A record with its place in the journal: (writer, seq) makes ingestion idempotent."""
+
+    writer: str
+    """uuid4 hex of the writing process"""
+    seq: int
+    record: JournalRecord = field(repr=False)
