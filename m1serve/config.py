@@ -1,6 +1,7 @@
-"""All settings: one frozen tree, defaults < TOML < M1SERVE_* environment < flags; unknown keys are refused.
+"""All settings in one frozen tree: defaults < TOML < M1SERVE_* environment < flags.
 
-Nothing heavy is imported here. Nested fields read M1SERVE_TRAIN__LR style variables.
+Unknown keys are refused. Nothing heavy is imported here. Nested fields read variables in the style
+of M1SERVE_TRAIN__LR.
 """
 
 from __future__ import annotations
@@ -179,8 +180,8 @@ class Settings(BaseSettings):
 def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa: ANN401
     """Reads the tree; `config` is a TOML file, `flags` nested dicts that win over everything.
 
-    Raises ConfigError naming every field that is unknown or out of range. A given `config` is put into
-    M1SERVE_CONFIG so that child processes read the same file.
+    Raises ConfigError naming every field that is unknown or out of range. A given `config` is put
+    into M1SERVE_CONFIG so that child processes read the same file.
     """
     if config is not None:
         if not config.is_file():

@@ -5,7 +5,7 @@ M1ServeError
 ├── RequestError (ValueError)       what a client sent; becomes a 4xx
 │   └── OverloadedError             a 503 with Retry-After, never a 400
 ├── EngineError (RuntimeError)      the engine could not do it
-├── WeightsError (ValueError)       a version directory that is corrupt, truncated or of another architecture
+├── WeightsError (ValueError)       corrupt, truncated or of another architecture
 ├── StoreError (RuntimeError)       database or journal
 │   └── FencedError                 the lease is somebody else's by now: stop, write nothing
 └── RewardError (RuntimeError)      a reward that could not be computed
@@ -34,13 +34,7 @@ class RequestError(M1ServeError, ValueError):
         self.message, self.param, self.code, self.status = message, param, code, status
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_request_error, (
-            type(self),
-            self.message,
-            self.param,
-            self.code,
-            self.status,
-        )
+        return _rebuild_request_error, (type(self), self.message, self.__dict__.copy())
 
 
 class OverloadedError(RequestError):
@@ -60,9 +54,11 @@ class OverloadedError(RequestError):
 
 
 def _rebuild_request_error(
-    kind: type[RequestError], message: str, param: str | None, code: str | None, status: int
+    kind: type[RequestError], message: str, state: dict[str, object]
 ) -> RequestError:
-    return kind(message, param=param, code=code, status=status)
+    error = kind(message)
+    error.__dict__.update(state)
+    return error
 
 
 class EngineError(M1ServeError, RuntimeError):

@@ -1,6 +1,7 @@
 """The vocabulary of m1serve: what engines, the ledger, scorers and the trainer say to each other.
 
-Standard library only. Every value is frozen and picklable; streams of one turn are all as long as its token ids.
+Standard library only. Every value is frozen and picklable; the streams of one turn are all as long
+as its token ids.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Sampling:
 
     @property
     def is_trainable(self) -> bool:
-        """Temperature 1, nothing that bends the distribution; top_p in [0.9, 1] is accepted and recorded."""
+        """Temperature 1 and nothing that bends the distribution; top_p in [0.9, 1] is accepted."""
         return (
             self.temperature == 1.0
             and 0.9 <= self.top_p <= 1.0
@@ -138,7 +139,7 @@ class GenerateRequest:
     priority: int = 0
     """Higher goes first."""
     snapshot_at: tuple[int, ...] = ()
-    """Prompt lengths after which the caller expects other prompts to continue (the end of the system prefix)."""
+    """Prompt lengths that other prompts will share (the end of the system prefix)."""
     min_delta_interval_s: float = 0.0
     """Deltas may be merged for this long; `inf` asks for one delta a choice."""
 
@@ -254,7 +255,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One assistant turn as a scorer sees it: decoded from the ledger's ids, never from what a client sent."""
+    """One assistant turn as a scorer sees it: decoded from the ledger, not a client's text."""
 
     turn_id: str
     text: str

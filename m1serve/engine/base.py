@@ -30,13 +30,14 @@ class Engine(Protocol):
         """Yields one `Started`, then deltas until every choice had one with `stop` set.
 
         Closing the iterator aborts the request and frees its slots.
-        Raises RequestError for what the engine cannot do (prompt too long, unknown pin), OverloadedError when its
-        queue is full, before `Started`. A failure while running ends every choice with StopCause.ERROR.
+        Raises RequestError for what the engine cannot do (prompt too long, unknown pin) and
+        OverloadedError when its queue is full, both before `Started`. A failure while running ends
+        every choice with StopCause.ERROR.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Ends the request's choices with StopCause.ABORT within one step; unknown ids are ignored."""
+        """Ends the request's choices with StopCause.ABORT within one step; unknown ids pass."""
         ...
 
     async def score(
@@ -46,9 +47,10 @@ class Engine(Protocol):
         ...
 
     async def load(self, version: VersionRef) -> SwapReport:
-        """Stages, verifies (checksums, golden logprobs) and switches. Refusal leaves the old version serving.
+        """Stages, verifies (checksums, golden logprobs) and switches.
 
-        Running requests finish on the weights they began with unless their `in_flight` says otherwise.
+        Refusal leaves the old version serving. Running requests finish on the weights they began
+        with unless their `in_flight` says otherwise.
         """
         ...
 

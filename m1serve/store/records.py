@@ -1,4 +1,4 @@
-"""What the journal carries: one record a finished turn, and the events that close or judge a session.
+"""What the journal carries: one record a finished turn, and what closes or judges a session.
 
 Written by the process that owns the engine stream, read by the sidecar. Values only, no database.
 """
