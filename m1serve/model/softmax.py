@@ -1,0 +1,42 @@
+"""The softmax attention layer: grouped queries, rotary positions on the first channels.
+
+Shapes: B rows, T tokens, E hidden, H heads, K kv heads, D head dim, L key columns.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from m1serve.model.config import M1Config
+from m1serve.model.state import SequenceState
+from m1serve.model.step import Step
+
+
+class SoftmaxAttention(nn.Module):
+    def __init__(self, config: M1Config, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        E, D = config.hidden_size, config.head_dim
+        H, K = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(E, H * D, bias=False)
+        self.k_proj = nn.Linear(E, K * D, bias=False)
+        self.v_proj = nn.Linear(E, K * D, bias=False)
+        self.o_proj = nn.Linear(H * D, E, bias=False)
+
+    def forward(self, h_BTE: Tensor, state: SequenceState, step: Step) -> Tensor:
+        B, T, _ = h_BTE.shape
+        D, K = self.config.head_dim, self.config.num_key_value_heads
+        q_BHTD = step.rotate(self._heads(self.q_proj(h_BTE)).transpose(1, 2))
+        k_BKTD = step.rotate(self._heads(self.k_proj(h_BTE)).transpose(1, 2))
+        v_BTKD = self._heads(self.v_proj(h_BTE))
+        k_BKLD, v_BKLD = state.append(self.layer, k_BKTD.transpose(1, 2), v_BTKD, step)
+        # the heads of a group become query rows: SDPA's own grouping copies the keys for each head
+        q_BKQD = q_BHTD.reshape(B, K, -1, D)
+        o_BKQD = F.scaled_dot_product_attention(q_BKQD, k_BKLD, v_BKLD, attn_mask=step.mask_B1QL)
+        o_BTHD = o_BKQD.reshape(B, -1, T, D).transpose(1, 2)
+        y_BTE: Tensor = self.o_proj(o_BTHD.reshape(B, T, -1).to(h_BTE.dtype))
+        return y_BTE
+
+    def _heads(self, flat_BTX: Tensor) -> Tensor:
+        return flat_BTX.view(*flat_BTX.shape[:2], -1, self.config.head_dim).float()

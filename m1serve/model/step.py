@@ -1,0 +1,69 @@
+"""Step: what every layer of one forward shares.
+
+Shapes: B rows, T tokens, L key columns, R rotary pairs, H heads, K kv heads, D head dim,
+Q = (heads of a kv head) * T query rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m1serve.model.config import M1Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    pos_BT: Tensor
+    """int64 absolute position of each token"""
+    count_B: Tensor | None
+    """Real tokens of each row, the rest is right padding; None means all T."""
+    num_columns: int
+    """L: key columns that a query of this step may look at"""
+    cos_B1TR: Tensor
+    sin_B1TR: Tensor
+    mask_B1QL: Tensor
+    """True where a query row (head-major) sees a column; stale columns lie past all real queries."""
+
+    @classmethod
+    def build(
+        cls, config: M1Config, length_B: Tensor, num_new: int, count_B: Tensor | None, columns: int
+    ) -> Step:
+        """`columns` is the width of the key buffers once the new tokens are in."""
+        device = length_B.device
+        pos_BT = length_B[:, None] + torch.arange(num_new, device=device)
+        pair_R = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32)
+        frequency_R = config.rope_theta ** (-pair_R / config.rotary_dim)
+        angle_B1TR = pos_BT[:, None, :, None].float() * frequency_R
+        mask_B1TL = torch.arange(columns, device=device) <= pos_BT[:, None, :, None]
+        groups = config.num_attention_heads // config.num_key_value_heads
+        return cls(
+            pos_BT=pos_BT,
+            count_B=count_B,
+            num_columns=columns,
+            cos_B1TR=angle_B1TR.cos(),
+            sin_B1TR=angle_B1TR.sin(),
+            mask_B1QL=mask_B1TL.repeat(1, 1, groups, 1),
+        )
+
+    def rotate(self, x_BHTD: Tensor) -> Tensor:
+        """NeoX halves within the first 2R channels; the other channels carry no position."""
+        R = self.cos_B1TR.shape[-1]
+        a, b, rest = x_BHTD[..., :R], x_BHTD[..., R : 2 * R], x_BHTD[..., 2 * R :]
+        cos, sin = self.cos_B1TR, self.sin_B1TR
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    def place(self, buffer_BKLD: Tensor, new_BTKD: Tensor) -> None:
+        """Writes the real tokens at their positions; padding might not fit, so it is left out."""
+        B, T = self.pos_BT.shape
+        rows_B1 = torch.arange(B, device=self.pos_BT.device)[:, None]
+        if self.count_B is None:
+            buffer_BKLD[rows_B1, :, self.pos_BT] = new_BTKD.to(buffer_BKLD.dtype)
+            return
+        is_real_BT = torch.arange(T, device=self.pos_BT.device) < self.count_B[:, None]
+        rows, tokens = is_real_BT.nonzero(as_tuple=True)
+        buffer_BKLD[rows, :, self.pos_BT[rows, tokens]] = new_BTKD[rows, tokens].to(
+            buffer_BKLD.dtype
+        )
