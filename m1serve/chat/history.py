@@ -1,0 +1,182 @@
+"""`history: exact`: the ids behind messages we returned, so sampled tokens stay as they were.
+
+A conversation is known by the canonical hash of its messages up to an answer of ours. Two rollouts
+may look alike and differ in their thinking: call ids, then the session, then the replayed reasoning
+tell them apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from m1serve.chat.messages import ChatMessage
+from m1serve.chat.template import RenderedPrompt, encode_extension, encode_prompt
+from m1serve.chat.tokenizer import ChatTokenizer
+
+_OVERHEAD_BYTES = 512
+"""Python objects of one remembered turn, roughly."""
+_MAX_LOOKALIKES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryMatch:
+    prompt: RenderedPrompt
+    parent_session_id: str | None
+    """Of the turn this prompt extends; None when everything was rendered."""
+    num_exact_ids: int
+    """Leading ids taken over as they were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Remembered:
+    ids: array[int] = field(repr=False)
+    system_end: int
+    session_id: str
+    call_ids: tuple[str, ...]
+    reasoning: bytes
+    num_bytes: int
+
+
+class HistoryIndex:
+    """Least recently used turns go first; a forgotten turn only means rendering from text."""
+
+    def __init__(self, tokenizer: ChatTokenizer, *, max_bytes: int = 256 * 2**20) -> None:
+        self._tok = tokenizer
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._turns: OrderedDict[bytes, list[_Remembered]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._turns.values()))
+
+    def remember(
+        self,
+        tenant: str,
+        alias: str,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, object]],
+        ids: Sequence[int],
+        *,
+        system_end: int = 0,
+        session_id: str = "",
+    ) -> None:
+        """`messages` end with the answer as returned; `ids` are its prompt and what was sampled."""
+        *_, (_, key) = _prefix_keys(tenant, alias, messages, tools)
+        answer, packed = messages[-1], array("i", ids)
+        turn = _Remembered(
+            ids=packed,
+            system_end=system_end,
+            session_id=session_id,
+            call_ids=tuple(call.id for call in answer.tool_calls),
+            reasoning=_digest(answer.reasoning),
+            num_bytes=len(packed) * packed.itemsize + _OVERHEAD_BYTES,
+        )
+        with self._lock:
+            alike = self._turns.setdefault(key, [])
+            alike.append(turn)
+            self._num_bytes += turn.num_bytes
+            if len(alike) > _MAX_LOOKALIKES:
+                self._num_bytes -= alike.pop(0).num_bytes
+            self._turns.move_to_end(key)
+            while self._num_bytes > self._max_bytes and self._turns:
+                _, dropped = self._turns.popitem(last=False)
+                self._num_bytes -= sum(old.num_bytes for old in dropped)
+
+    def prompt(
+        self,
+        tenant: str,
+        alias: str,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, object]],
+    ) -> tuple[RenderedPrompt, bool]:
+        """The prompt of `messages`, and whether it extends the ids of a turn we sampled."""
+        match = self.match(tenant, alias, messages, tools)
+        return match.prompt, match.parent_session_id is not None
+
+    def match(
+        self,
+        tenant: str,
+        alias: str,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, object]],
+        *,
+        session_id: str | None = None,
+    ) -> HistoryMatch:
+        """As `prompt`; `session_id` is the one the client named, if it did."""
+        answered = [
+            (place, key)
+            for place, key in _prefix_keys(tenant, alias, messages, tools)
+            if messages[place].role == "assistant"
+        ]
+        for place, key in reversed(answered):
+            rest = messages[place + 1 :]
+            if any(message.role == "system" for message in rest):
+                # the template hoists it to the front: nothing after it can be an extension
+                break
+            turn = self._find(key, messages[place], session_id)
+            if turn is not None:
+                tail = encode_extension(self._tok, turn.ids[-1] == self._tok.eos_id, rest)
+                prompt = RenderedPrompt(ids=(*turn.ids, *tail), system_end=turn.system_end)
+                return HistoryMatch(
+                    prompt=prompt,
+                    parent_session_id=turn.session_id,
+                    num_exact_ids=len(turn.ids),
+                )
+        prompt = encode_prompt(self._tok, messages, tools)
+        return HistoryMatch(prompt=prompt, parent_session_id=None, num_exact_ids=0)
+
+    def _find(self, key: bytes, answer: ChatMessage, session_id: str | None) -> _Remembered | None:
+        call_ids = tuple(call.id for call in answer.tool_calls)
+        reasoning = _digest(answer.reasoning)
+        with self._lock:
+            alike = self._turns.get(key)
+            if not alike:
+                return None
+            self._turns.move_to_end(key)
+            # max takes the first of equals, so the newest comes first
+            return max(
+                reversed(alike),
+                key=lambda turn: (
+                    bool(call_ids) and turn.call_ids == call_ids,
+                    turn.session_id == session_id,
+                    turn.reasoning == reasoning,
+                ),
+            )
+
+
+def _prefix_keys(
+    tenant: str,
+    alias: str,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[dict[str, object]],
+) -> Iterator[tuple[int, bytes]]:
+    """The key of each prefix messages[: place + 1]."""
+    state = hashlib.blake2b(_canonical([tenant, alias, list(tools)]), digest_size=16)
+    for place, message in enumerate(messages):
+        calls = [[call.name, _arguments(call.arguments)] for call in message.tool_calls]
+        name = message.name if message.role == "tool" else None
+        state.update(_canonical([message.role, message.content, calls, name]))
+        yield place, state.digest()
+
+
+def _arguments(text: str) -> object:
+    """Clients parse and dump arguments again, so they are compared as JSON."""
+    try:
+        return [json.loads(text or "{}")]
+    except (ValueError, RecursionError):
+        return text
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+def _digest(text: str | None) -> bytes:
+    return hashlib.blake2b((text or "").encode("utf-8", "replace"), digest_size=8).digest()
