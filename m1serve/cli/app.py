@@ -1,0 +1,53 @@
+"""The `m1serve` program: every command, and how an M1ServeError ends it (a line, exit code 2)."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from m1serve.cli import (
+    chat,
+    demo,
+    doctor,
+    retrain,
+    serve,
+    sft,
+    sidecar,
+    trainer,
+    trajectories,
+    up,
+    weights,
+    worker,
+)
+from m1serve.errors import M1ServeError
+
+EXIT_REFUSED = 2
+
+app = typer.Typer(
+    name="m1serve",
+    help="Serve MiniMax-M1-style models behind the OpenAI API and keep improving them online.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("up")(up.up)
+app.command("serve")(serve.serve)
+app.command("sidecar")(sidecar.sidecar)
+app.command("worker")(worker.worker)
+app.command("trainer")(trainer.trainer)
+app.command("retrain")(retrain.retrain)
+app.command("sft")(sft.sft)
+app.add_typer(weights.app, name="weights")
+app.add_typer(trajectories.app, name="trajectories")
+app.command("chat")(chat.chat)
+app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+
+
+def main() -> None:
+    try:
+        app()
+    except M1ServeError as error:
+        print(f"m1serve: {error}", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)

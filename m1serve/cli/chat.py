@@ -1,0 +1,86 @@
+"""`m1serve chat`: a terminal client of a running server; one question, or a conversation."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from m1serve.cli import options
+from m1serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+    from openai.types.chat import ChatCompletionMessageParam
+
+
+def chat(
+    message: Annotated[
+        str | None, typer.Argument(help="One question; none starts a dialogue.")
+    ] = None,
+    config: options.ConfigFile = None,
+    home: options.Home = None,
+    port: options.Port = None,
+    base_url: Annotated[
+        str | None, typer.Option("--base-url", help="Server (default: the configured port).")
+    ] = None,
+    api_key: Annotated[str, typer.Option("--api-key", envvar="OPENAI_API_KEY")] = "none",
+    model: Annotated[str | None, typer.Option("--model", help="Model name to ask for.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    show_thinking: Annotated[bool, typer.Option("--thinking/--no-thinking")] = True,
+) -> None:
+    """Talks to a running server."""
+    from openai import OpenAI
+
+    settings = options.read_settings(config=config, home=home, port=port)
+    url = base_url or f"http://{settings.serve.host}:{settings.serve.port}/v1"
+    client = OpenAI(base_url=url, api_key=api_key, max_retries=0)
+    name = model or settings.model.model_id
+    messages: list[ChatCompletionMessageParam] = []
+    if system is not None:
+        messages.append({"role": "system", "content": system})
+    if message is not None:
+        messages.append({"role": "user", "content": message})
+        _answer(client, name, messages, show_thinking=show_thinking)
+        return
+    print(f"{name} at {url}; an empty line ends the conversation", file=sys.stderr)
+    while text := _read_line():
+        messages.append({"role": "user", "content": text})
+        answer = _answer(client, name, messages, show_thinking=show_thinking)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _read_line() -> str:
+    try:
+        return input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
+
+
+def _answer(
+    client: OpenAI, model: str, messages: list[ChatCompletionMessageParam], *, show_thinking: bool
+) -> str:
+    """Prints the streamed answer; returns its text."""
+    from openai import OpenAIError
+
+    content: list[str] = []
+    grey, plain = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    try:
+        for chunk in client.chat.completions.create(model=model, messages=messages, stream=True):
+            for choice in chunk.choices:
+                thought = getattr(choice.delta, "reasoning_content", None)
+                if thought and show_thinking:
+                    print(f"{grey}{thought}{plain}", end="", flush=True)
+                for call in choice.delta.tool_calls or ():
+                    if call.function is not None:
+                        print(call.function.name or "", call.function.arguments or "", end="")
+                if choice.delta.content:
+                    content.append(choice.delta.content)
+                    print(choice.delta.content, end="", flush=True)
+    except OpenAIError as error:
+        raise ConfigError(
+            f"no answer from {client.base_url}: {error}; is `m1serve up` running?"
+        ) from None
+    print()
+    return "".join(content)

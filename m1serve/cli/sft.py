@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def sft() -> None:
+    """stub"""

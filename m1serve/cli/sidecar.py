@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def sidecar() -> None:
+    """stub"""

@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def trainer() -> None:
+    """stub"""

@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def worker() -> None:
+    """stub"""
