@@ -122,7 +122,7 @@ def save_model(
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = 4 * 2**30,
 ) -> None:
-    """Writes config.json and the weights in `dtype`, the router in fp32; copies a shard at a time."""
+    """Writes config.json and the weights in `dtype`, the router in fp32; copies one shard."""
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG_FILE).write_text(json.dumps(model.config.to_dict(), indent=1) + "\n")
     views = disk_views(model)

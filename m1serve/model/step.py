@@ -25,7 +25,7 @@ class Step:
     cos_B1TR: Tensor
     sin_B1TR: Tensor
     mask_B1QL: Tensor
-    """True where a query row (head-major) sees a column; stale columns lie past all real queries."""
+    """True where a query row (head-major) sees a column; stale ones lie past all real queries."""
 
     @classmethod
     def build(
