@@ -1,0 +1,93 @@
+"""What an engine refuses at the door: pure checks of a request against its capabilities."""
+
+from __future__ import annotations
+
+from m1serve.errors import RequestError
+from m1serve.types import Capabilities, GenerateRequest
+
+
+def check_request(request: GenerateRequest, can: Capabilities) -> None:
+    """Raises RequestError for what this engine cannot do, before anything is queued."""
+    _check_prompt(request.prompt_ids, can)
+    if len(request.prompt_ids) >= can.max_model_len and request.limits.max_tokens > 0:
+        raise _too_long(len(request.prompt_ids), can.max_model_len)
+    if request.n < 1:
+        raise RequestError(f"n is {request.n}; wanted at least 1", param="n")
+    if request.limits.max_tokens < 0:
+        raise RequestError(
+            f"max_tokens is {request.limits.max_tokens}; wanted 0 or more", param="max_tokens"
+        )
+    if not 0 <= request.top_logprobs <= can.max_top_logprobs:
+        raise RequestError(
+            f"top_logprobs is {request.top_logprobs}; wanted 0 to {can.max_top_logprobs}",
+            param="top_logprobs",
+        )
+    _check_features(request, can)
+
+
+def check_score(token_ids: tuple[int, ...], can: Capabilities) -> None:
+    """Raises RequestError for a sequence that cannot be scored."""
+    _check_prompt(token_ids, can)
+
+
+def unknown_pin(pin: str, held: tuple[str, ...]) -> RequestError:
+    return RequestError(
+        f"weights {pin!r} are not held here; held are {list(held)}: "
+        "drop the pin or load that version first",
+        param="weights_pin",
+        code="unknown_weights_version",
+    )
+
+
+def _check_features(request: GenerateRequest, can: Capabilities) -> None:
+    sampling = request.sampling
+    if request.grammar is not None and not can.has_grammar:
+        raise RequestError(
+            "this engine does not constrain output by a grammar; leave response_format out",
+            param="response_format",
+            code="unsupported",
+        )
+    if request.in_flight not in can.in_flight:
+        raise RequestError(
+            f"in_flight={request.in_flight.value!r} is not supported; "
+            f"this engine knows {sorted(mode.value for mode in can.in_flight)}",
+            param="in_flight",
+            code="unsupported",
+        )
+    has_penalty = (
+        sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
+    )
+    if has_penalty and not can.has_penalties:
+        raise RequestError("this engine has no penalties; leave them out", code="unsupported")
+    if request.prompt_logprobs and not can.has_prompt_logprobs:
+        raise RequestError("this engine gives no prompt logprobs", code="unsupported")
+    if request.limits.reasoning_budget is not None and not can.has_reasoning_budget:
+        raise RequestError("this engine has no reasoning budget", code="unsupported")
+    for token_id in (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)):
+        if not 0 <= token_id < can.vocab_size:
+            raise RequestError(
+                f"token id {token_id} is not in the vocabulary of {can.vocab_size}",
+                param="logit_bias",
+            )
+
+
+def _check_prompt(ids: tuple[int, ...], can: Capabilities) -> None:
+    if not ids:
+        raise RequestError("the prompt has no tokens; send at least one message", param="messages")
+    if len(ids) > can.max_model_len:
+        raise _too_long(len(ids), can.max_model_len)
+    if min(ids) < 0 or max(ids) >= can.vocab_size:
+        raise RequestError(
+            f"the prompt has token ids in [{min(ids)}, {max(ids)}]; "
+            f"the vocabulary is [0, {can.vocab_size}): use the model's own tokenizer",
+            param="messages",
+        )
+
+
+def _too_long(num_tokens: int, max_model_len: int) -> RequestError:
+    return RequestError(
+        f"the prompt has {num_tokens} tokens; this model reads and writes {max_model_len} in all: "
+        "shorten the messages",
+        param="messages",
+        code="context_length_exceeded",
+    )

@@ -1,0 +1,274 @@
+"""EngineCore: the state of a running engine and one step of it. No thread, no asyncio."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Iterable
+
+from m1serve.config import EngineSettings
+from m1serve.engine.admission import unknown_pin
+from m1serve.engine.batch import Progress, VersionBatch
+from m1serve.engine.generation import ABORTED, Generation, Sequence
+from m1serve.engine.outbox import Outbox
+from m1serve.engine.prefix_cache import PrefixCache
+from m1serve.engine.sampler import Sampler
+from m1serve.engine.scheduler import WaitingQueue
+from m1serve.engine.stopping import Stop
+from m1serve.model.hybrid import M1ForCausalLM
+from m1serve.types import EngineStats, StopCause
+
+OVERDUE = Stop(cause=StopCause.ABORT, detail="deadline")
+
+
+class EngineCore:
+    def __init__(
+        self,
+        model: M1ForCausalLM,
+        *,
+        weights_version: str,
+        settings: EngineSettings,
+        vocab_size: int,
+    ) -> None:
+        """Only the first `vocab_size` ids are sampled: embeddings may be padded beyond them."""
+        self.outbox = Outbox()
+        self._settings = settings
+        self._cache = PrefixCache(settings.snapshot_bytes)
+        self._sampler = Sampler(vocab_size=vocab_size, device=str(model.embed_tokens.weight.device))
+        self._waiting = WaitingQueue()
+        self._open: dict[str, Generation] = {}
+        self._deadlines: list[tuple[float, int, Generation]] = []
+        self._sampled_tokens = self._prefilled_tokens = self._cached_tokens = 0
+        self._num_swaps = 0
+        self._batches = [self._new_batch(model, weights_version)]
+        """Newest last; the last one takes what starts."""
+
+    @property
+    def weights_version(self) -> str:
+        return self._batches[-1].weights_version
+
+    @property
+    def held_versions(self) -> tuple[str, ...]:
+        return tuple(batch.weights_version for batch in self._batches)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=sum(len(batch.rows) for batch in self._batches),
+            num_waiting=self._waiting.num_not_started,
+            num_slots=self._settings.num_slots,
+            versions=self.held_versions,
+            sampled_tokens=self._sampled_tokens,
+            prefilled_tokens=self._prefilled_tokens,
+            cached_tokens=self._cached_tokens,
+            num_swaps=self._num_swaps,
+        )
+
+    # ---- commands ------------------------------------------------------------------------------
+
+    def submit(self, generation: Generation) -> None:
+        pin = generation.request.weights_pin
+        if pin is not None and pin not in self.held_versions:
+            generation.outlet.put(unknown_pin(pin, self.held_versions))
+            self.outbox.flush()
+            return
+        self._open[generation.request.id] = generation
+        self._waiting.push(generation)
+        if math.isfinite(generation.deadline_s):
+            entry = (generation.deadline_s, generation.order, generation)
+            heapq.heappush(self._deadlines, entry)
+
+    def abort(self, request_id: str) -> None:
+        generation = self._open.get(request_id)
+        if generation is not None:
+            self._end(generation, ABORTED)
+            self.outbox.flush()
+
+    def switch(self, model: M1ForCausalLM, weights_version: str) -> None:
+        """What starts later gets this version; running requests do as their `in_flight` says."""
+        held = [b for b in self._batches if b.weights_version == weights_version]
+        fresh = held[0] if held else self._new_batch(model, weights_version)
+        self._batches = [b for b in self._batches if b is not fresh]
+        for batch in self._batches:
+            for sequence in (*batch.rows.decoding, *batch.rows.reading):
+                if sequence.generation.follows_weights:
+                    self._move_off(batch, sequence)
+        for generation in self._open.values():
+            if generation.follows_weights:
+                generation.rebind()
+        self._batches.append(fresh)
+        self._num_swaps += 1
+        self._drop_drained()
+
+    def close(self, error: Exception | None) -> None:
+        """Aborts what is open, or tells it the error that ended the engine."""
+        for generation in list(self._open.values()):
+            if error is None:
+                self._end(generation, ABORTED)
+            else:
+                generation.outlet.put(error)
+        self._open.clear()
+        self.outbox.flush()
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        now_s = time.monotonic()
+        self._end_overdue(now_s)
+        self._read_prompts()
+        for batch in self._batches:
+            self._sampled_tokens += len(batch.rows.decoding)
+            self._finish(batch.decode(), batch.weights_version)
+        self._hand_out(now_s)
+        self._drop_drained()
+        self.outbox.flush()
+
+    def _end_overdue(self, now_s: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            generation = heapq.heappop(self._deadlines)[2]
+            if self._open.get(generation.request.id) is generation:
+                self._end(generation, OVERDUE)
+
+    def _read_prompts(self) -> None:
+        """Places what waits and reads prompts until the step's budget is used."""
+        budget_tokens = self._settings.prefill_chunk_tokens
+        while True:
+            self._place(budget_tokens)
+            num_read = 0
+            for batch in self._batches:
+                progress = batch.read(budget_tokens - num_read)
+                num_read += progress.num_tokens
+                self._settle(batch, progress)
+            if num_read == 0:
+                return
+            budget_tokens -= num_read
+            self._prefilled_tokens += num_read
+
+    def _place(self, budget_tokens: int) -> None:
+        """Rows for the next in the queue, as long as rows and the budget last."""
+        num_free = self._settings.num_slots - sum(len(batch.rows) for batch in self._batches)
+        num_planned = sum(batch.num_unread for batch in self._batches)
+        while num_free > 0 and (generation := self._waiting.peek()) is not None:
+            sequence, batch = generation.unplaced[0], self._batch_of(generation)
+            if sequence.is_fresh and generation.prompt_end is not None:
+                batch.rows.fork(sequence, generation.prompt_end)
+            elif sequence.is_fresh and generation.leader is not None:
+                # it comes back when its first choice has read the prompt
+                self._waiting.pop()
+                continue
+            elif num_planned >= budget_tokens or not self._open_row(batch, sequence):
+                return
+            else:
+                num_planned += sequence.num_unread
+            generation.unplaced.popleft()
+            num_free -= 1
+            if not generation.unplaced:
+                generation.prompt_end = None
+
+    def _open_row(self, batch: VersionBatch, sequence: Sequence) -> bool:
+        """False: it is better off waiting for a prefix that is being read right now."""
+        generation, hit = sequence.generation, batch.find_prefix(sequence)
+        if batch.is_reading_prefix_of(sequence, hit):
+            return False
+        num_cached = hit.num_tokens if hit else 0
+        batch.rows.open(sequence, num_cached=num_cached, snapshot=hit.snapshot if hit else None)
+        self._cached_tokens += num_cached
+        generation.weights_version = batch.weights_version
+        if sequence.is_fresh:
+            generation.leader = sequence
+        if not generation.wants_prompt_logprobs:
+            generation.start(cached_tokens=num_cached, weights_version=batch.weights_version)
+        return True
+
+    def _settle(self, batch: VersionBatch, progress: Progress) -> None:
+        """Prompts that have been read: choices may fork, scoring is done, failures end."""
+        version = batch.weights_version
+        for sequence in progress.failed:
+            if sequence.generation.leader is sequence and sequence.stop is not None:
+                self._end(sequence.generation, sequence.stop)
+        self._finish(progress.failed, version)
+        for sequence in progress.read:
+            generation = sequence.generation
+            generation.start(cached_tokens=sequence.num_cached, weights_version=version)
+            if generation.leader is sequence:
+                generation.leader = None
+                self._waiting.push(generation)
+            stop = sequence.rules.before_any()
+            if stop is not None:
+                self._end(generation, stop)
+
+    def _hand_out(self, now_s: float) -> None:
+        for batch in self._batches:
+            for sequence in batch.rows.decoding:
+                if sequence.emit_at_s <= now_s:
+                    sequence.emit_at_s = now_s + sequence.request.min_delta_interval_s
+                    delta = sequence.next_delta(batch.weights_version)
+                    sequence.generation.outlet.put(delta)
+
+    # ---- endings -------------------------------------------------------------------------------
+
+    def _finish(self, sequences: Iterable[Sequence], weights_version: str) -> None:
+        """The last delta of sequences whose rows are freed already."""
+        for sequence in sequences:
+            generation = sequence.generation
+            if generation.request.id not in self._open or sequence.is_over:
+                continue
+            generation.finish(sequence, weights_version=weights_version)
+            if not generation.is_open:
+                del self._open[generation.request.id]
+
+    def _end(self, generation: Generation, stop: Stop) -> None:
+        """Stops every choice that has not stopped by itself."""
+        version = generation.weights_version or self.weights_version
+        generation.start(cached_tokens=0, weights_version=version)
+        generation.unplaced.clear()
+        generation.prompt_end = None
+        running = [s for s in generation.sequences if not s.is_over]
+        for sequence in running:
+            for batch in self._batches:
+                if sequence in batch.rows:
+                    batch.rows.release(sequence)
+            sequence.stop = stop
+        self._finish(running, version)
+
+    def _move_off(self, batch: VersionBatch, sequence: Sequence) -> None:
+        """Hands out what the old weights sampled and queues the rest for the new ones."""
+        generation = sequence.generation
+        if len(sequence.token_ids) > sequence.num_sent:
+            generation.outlet.put(sequence.next_delta(batch.weights_version))
+        batch.rows.release(sequence)
+        sequence.rewind()
+        generation.unplaced.appendleft(sequence)
+        self._waiting.push(generation)
+
+    # ---- versions ------------------------------------------------------------------------------
+
+    def _batch_of(self, generation: Generation) -> VersionBatch:
+        wanted = generation.weights_version or generation.request.weights_pin
+        if wanted is None:
+            return self._batches[-1]
+        return next(b for b in self._batches if b.weights_version == wanted)
+
+    def _drop_drained(self) -> None:
+        """Lets go of old versions that nobody runs on or waits for."""
+        if len(self._batches) == 1:
+            return
+        wanted = {g.weights_version or g.request.weights_pin for g in self._open.values()}
+        for batch in self._batches[:-1]:
+            if batch.weights_version not in wanted:
+                self._batches.remove(batch)
+                self._cache.drop_version(batch.weights_version)
+
+    def _new_batch(self, model: M1ForCausalLM, weights_version: str) -> VersionBatch:
+        return VersionBatch(
+            model,
+            weights_version=weights_version,
+            settings=self._settings,
+            cache=self._cache,
+            sampler=self._sampler,
+        )

@@ -1,0 +1,66 @@
+"""Ragged prompt reading: rows of different lengths in one forward, padded on the right."""
+
+# B rows read together, T tokens, E hidden, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m1serve.engine.generation import Sequence
+from m1serve.engine.slots import SlotPool
+from m1serve.model.hybrid import M1ForCausalLM
+
+_LOGIT_ROWS = 256
+"""Prompt positions whose logits exist at one time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The next `num_tokens` of a sequence."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        start = self.sequence.num_read
+        return self.sequence.unread[start : start + self.num_tokens]
+
+    @property
+    def end(self) -> int:
+        return self.sequence.num_read + self.num_tokens
+
+
+def read_together(model: M1ForCausalLM, pool: SlotPool, readings: Rows[Reading]) -> None:
+    """One forward; moves each `num_read` on and leaves the last hidden states in the pool."""
+    device = pool.last_RE.device
+    width = max(reading.num_tokens for reading in readings)
+    columns = max(reading.end for reading in readings)
+    pool.ensure(rows=0, tokens=columns)
+    rows_B = torch.tensor([r.sequence.row for r in readings], device=device)
+    ids_BT = torch.tensor([(*r.ids, *(0,) * (width - r.num_tokens)) for r in readings])
+    count_B = torch.tensor([r.num_tokens for r in readings], device=device)
+    is_ragged = any(r.num_tokens != width for r in readings)
+    part = pool.state.select(rows_B, columns=columns)
+    hidden_BTE, part = model.hidden(ids_BT.to(device), part, count_B if is_ragged else None)
+    pool.state.write(rows_B, part)
+    last_BE = hidden_BTE[torch.arange(len(readings), device=device), count_B - 1]
+    pool.last_RE[rows_B] = last_BE.float()
+    for i, reading in enumerate(readings):
+        if reading.sequence.generation.wants_prompt_logprobs:
+            _note_prompt_logprobs(model, reading, hidden_BTE[i])
+        reading.sequence.num_read = reading.end
+
+
+def _note_prompt_logprobs(model: M1ForCausalLM, reading: Reading, hidden_TE: Tensor) -> None:
+    sequence, start = reading.sequence, reading.sequence.num_read
+    next_T = torch.tensor(sequence.unread[start + 1 : reading.end + 1], device=hidden_TE.device)
+    for at in range(0, len(next_T), _LOGIT_ROWS):
+        next_t1 = next_T[at : at + _LOGIT_ROWS, None]
+        logits_tV = model.logits(hidden_TE[at : at + len(next_t1)])
+        logprob_t1 = torch.log_softmax(logits_tV, -1).gather(1, next_t1)
+        sequence.generation.prompt_logprobs += logprob_t1.squeeze(1).tolist()

@@ -1,0 +1,84 @@
+"""StepThread: runs an EngineCore on a thread of its own; commands come in between steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+from m1serve.engine.batch import STEP_ERRORS
+from m1serve.engine.core import EngineCore
+from m1serve.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+Command = Callable[[], None]
+
+
+class StepThread:
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="m1serve-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._is_closing
+
+    def post(self, command: Command) -> None:
+        """Runs it between two steps; from any thread."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def call(self, command: Command) -> Future[None]:
+        """As `post`; the future tells when it is done or what it raised."""
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                command()
+            except STEP_ERRORS as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self.post(run)
+        return future
+
+    def close(self) -> None:
+        """Aborts what is open and waits for the thread."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        error: EngineError | None = EngineError(
+            "the engine's step thread died; the log has the reason, restart the replica"
+        )
+        try:
+            while not self._is_closing:
+                self._obey()
+                if self._core.has_work:
+                    self._core.step()
+            error = None
+        finally:
+            self._is_closing = True
+            self._core.close(error)
+
+    def _obey(self) -> None:
+        with self._wake:
+            while not (self._commands or self._core.has_work or self._is_closing):
+                self._wake.wait()
+            commands, self._commands = self._commands, deque()
+        for command in commands:
+            command()

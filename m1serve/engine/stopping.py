@@ -1,0 +1,97 @@
+"""When a choice ends, and what a reasoning budget makes it say. Pure: ids in, causes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from m1serve.chat.stops import StopMatcher
+from m1serve.chat.tokenizer import THINK, THINK_END, ChatTokenizer, Detokenizer
+from m1serve.types import GenerateRequest, StopCause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    cause: StopCause
+    detail: str | None = None
+
+
+class StopRules:
+    """The rules of one choice; call `after` once for each token, in order."""
+
+    __slots__ = ("_eos_id", "_length_stop", "_max_tokens", "_stop_ids", "_strings")
+
+    def __init__(
+        self, request: GenerateRequest, *, tokenizer: ChatTokenizer, max_model_len: int
+    ) -> None:
+        self._eos_id = tokenizer.eos_id
+        self._stop_ids = frozenset((*request.sampling.stop_token_ids, tokenizer.eos_id))
+        self._strings = (
+            StopStrings(request.stop_strings, tokenizer) if request.stop_strings else None
+        )
+        room = max_model_len - len(request.prompt_ids)
+        self._max_tokens = min(request.limits.max_tokens, room)
+        is_cut = room < request.limits.max_tokens
+        self._length_stop = Stop(cause=StopCause.CONTEXT if is_cut else StopCause.LENGTH)
+
+    def before_any(self) -> Stop | None:
+        """A choice that may say nothing at all ends where its prompt ends."""
+        return self._length_stop if self._max_tokens <= 0 else None
+
+    def after(self, token_id: int, num_tokens: int) -> Stop | None:
+        """`num_tokens` counts this token."""
+        if token_id in self._stop_ids:
+            if token_id == self._eos_id:
+                return Stop(cause=StopCause.EOS)
+            return Stop(cause=StopCause.STOP_TOKEN, detail=str(token_id))
+        if self._strings is not None and (hit := self._strings.push(token_id)) is not None:
+            return Stop(cause=StopCause.STOP_STRING, detail=hit)
+        return self._length_stop if num_tokens >= self._max_tokens else None
+
+
+class StopStrings:
+    """Finds the token that completes a stop string."""
+
+    __slots__ = ("_matcher", "_text")
+
+    def __init__(self, strings: tuple[str, ...], tokenizer: ChatTokenizer) -> None:
+        self._text = Detokenizer(tokenizer)
+        self._matcher = StopMatcher(strings)
+
+    def push(self, token_id: int) -> str | None:
+        return self._matcher.push(self._text.push([token_id]))[1]
+
+
+class ThinkBudget:
+    """Counts the tokens of the think block; used up, `forced` holds what must follow."""
+
+    __slots__ = ("_closing", "_is_open", "_left", "_open_id", "forced")
+
+    def __init__(
+        self, budget_tokens: int, *, tokenizer: ChatTokenizer, prompt_ids: tuple[int, ...]
+    ) -> None:
+        self._open_id = tokenizer.control_ids.get(THINK, -1)
+        self._closing = tokenizer.encode_control(f"{THINK_END}\n")
+        self._left = budget_tokens
+        self._is_open = self._open_id in prompt_ids[-2:]
+        self.forced: list[int] = []
+        """Next token first."""
+        if self._is_open and budget_tokens <= 0:
+            self._close()
+
+    def observe(self, token_id: int) -> None:
+        if self.forced:
+            self.forced.pop(0)
+        elif token_id == self._open_id and not self._is_open:
+            self._is_open = True
+            if self._left <= 0:
+                self._close()
+        elif token_id == self._closing[0]:
+            self._is_open = False
+        elif self._is_open:
+            self._left -= 1
+            if self._left <= 0:
+                self._close()
+
+    def _close(self) -> None:
+        self.forced = list(self._closing)
+        self._is_open = False
