@@ -48,12 +48,16 @@ class SparseMoE(nn.Module):
         out_NE = torch.zeros_like(x_NE)
         order = chosen_NP.flatten().argsort(stable=True)
         counts = torch.bincount(chosen_NP.flatten(), minlength=self.w13_X2FE.shape[0]).tolist()
-        for expert, picks in enumerate(torch.split(order, counts)):
+        # unbind, not indexing: its backward writes each expert's gradient once
+        experts = zip(
+            torch.split(order, counts), self.w13_X2FE.unbind(), self.w2_XEF.unbind(), strict=True
+        )
+        for picks, w13_2FE, w2_EF in experts:
             if not picks.numel():
                 continue
             token = picks // self.num_chosen
-            a, b = F.linear(x_NE.index_select(0, token), self.w13_X2FE[expert]).chunk(2, -1)
+            a, b = F.linear(x_NE.index_select(0, token), w13_2FE).chunk(2, -1)
             weight = weight_NP.flatten().index_select(0, picks).unsqueeze(-1)
-            y = F.linear(F.silu(a) * b, self.w2_XEF[expert]) * weight.to(x_NE.dtype)
+            y = F.linear(F.silu(a) * b, w2_EF) * weight.to(x_NE.dtype)
             out_NE.index_add_(0, token, y)
         return out_NE

@@ -32,8 +32,8 @@ class SoftmaxAttention(nn.Module):
         v_BTKD = self._heads(self.v_proj(h_BTE))
         k_BKLD, v_BKLD = state.append(self.layer, k_BKTD.transpose(1, 2), v_BTKD, step)
         # the heads of a group become query rows: SDPA's own grouping copies the keys for each head
-        q_BKQD = q_BHTD.reshape(B, K, -1, D)
-        o_BKQD = F.scaled_dot_product_attention(q_BKQD, k_BKLD, v_BKLD, attn_mask=step.mask_B1QL)
+        q_BKQD = q_BHTD.reshape(B, K, -1, D).to(k_BKLD.dtype)
+        o_BKQD = F.scaled_dot_product_attention(q_BKQD, k_BKLD, v_BKLD, attn_mask=step.mask_b1QL)
         o_BTHD = o_BKQD.reshape(B, -1, T, D).transpose(1, 2)
         y_BTE: Tensor = self.o_proj(o_BTHD.reshape(B, T, -1).to(h_BTE.dtype))
         return y_BTE

@@ -27,13 +27,13 @@ class SequenceState:
     values: dict[int, Tensor]
     """layer -> [B, K, L, D]"""
     length_B: Tensor
-    """int64, tokens consumed by each row; columns beyond it mean nothing"""
+    """int64, tokens consumed by each row; stride 0 when all rows are known to be equally long"""
     fixed_capacity: bool = False
 
     @classmethod
     def empty(cls, num_rows: int, *, device: torch.device | str = "cpu") -> SequenceState:
         """A growing state of rows that have consumed nothing."""
-        length_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        length_B = torch.zeros(1, dtype=torch.int64, device=device).expand(num_rows)
         return cls(lightning={}, keys={}, values={}, length_B=length_B)
 
     @classmethod
@@ -111,7 +111,7 @@ class SequenceState:
         for group in (state.keys, state.values):
             for layer, t in group.items():
                 group[layer] = F.pad(t, (0, 0, 0, room))
-        state.length_B = self.length_B.clone()
+        state.length_B = self.length_B.clone(memory_format=torch.contiguous_format)
         state.fixed_capacity = True
         return state
 
@@ -191,6 +191,8 @@ class SequenceState:
         added = step.pos_BT.shape[1] if step.count_B is None else step.count_B
         if self.fixed_capacity:
             self.length_B += added
+        elif step.count_B is None and self.length_B.stride(0) == 0:
+            self.length_B = (self.length_B[:1] + added).expand(self.num_rows)
         else:
             self.length_B = self.length_B + added
 

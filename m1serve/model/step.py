@@ -1,7 +1,7 @@
 """Step: what every layer of one forward shares.
 
 Shapes: B rows, T tokens, L key columns, R rotary pairs, H heads, K kv heads, D head dim,
-Q = (heads of a kv head) * T query rows.
+Q = (heads of a kv head) * T query rows; b is B, or 1 where all rows are equally long.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Step:
     """Real tokens of each row, the rest is right padding; None means all T."""
     num_columns: int
     """L: key columns that a query of this step may look at"""
-    cos_B1TR: Tensor
-    sin_B1TR: Tensor
-    mask_B1QL: Tensor
+    cos_b1TR: Tensor
+    sin_b1TR: Tensor
+    mask_b1QL: Tensor
     """True where a query row (head-major) sees a column; stale ones lie past all real queries."""
 
     @classmethod
@@ -33,26 +33,27 @@ class Step:
     ) -> Step:
         """`columns` is the width of the key buffers once the new tokens are in."""
         device = length_B.device
-        pos_BT = length_B[:, None] + torch.arange(num_new, device=device)
+        length_b = length_B[:1] if length_B.stride(0) == 0 else length_B
+        pos_bT = length_b[:, None] + torch.arange(num_new, device=device)
         pair_R = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32)
         frequency_R = config.rope_theta ** (-pair_R / config.rotary_dim)
-        angle_B1TR = pos_BT[:, None, :, None].float() * frequency_R
-        mask_B1TL = torch.arange(columns, device=device) <= pos_BT[:, None, :, None]
+        angle_b1TR = pos_bT[:, None, :, None].float() * frequency_R
+        mask_b1TL = torch.arange(columns, device=device) <= pos_bT[:, None, :, None]
         groups = config.num_attention_heads // config.num_key_value_heads
         return cls(
-            pos_BT=pos_BT,
+            pos_BT=pos_bT.expand(length_B.shape[0], -1),
             count_B=count_B,
             num_columns=columns,
-            cos_B1TR=angle_B1TR.cos(),
-            sin_B1TR=angle_B1TR.sin(),
-            mask_B1QL=mask_B1TL.repeat(1, 1, groups, 1),
+            cos_b1TR=angle_b1TR.cos(),
+            sin_b1TR=angle_b1TR.sin(),
+            mask_b1QL=mask_b1TL.repeat(1, 1, groups, 1),
         )
 
     def rotate(self, x_BHTD: Tensor) -> Tensor:
         """NeoX halves within the first 2R channels; the other channels carry no position."""
-        R = self.cos_B1TR.shape[-1]
+        R = self.cos_b1TR.shape[-1]
         a, b, rest = x_BHTD[..., :R], x_BHTD[..., R : 2 * R], x_BHTD[..., 2 * R :]
-        cos, sin = self.cos_B1TR, self.sin_B1TR
+        cos, sin = self.cos_b1TR, self.sin_b1TR
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def place(self, buffer_BKLD: Tensor, new_BTKD: Tensor) -> None:

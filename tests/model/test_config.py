@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from m1serve.errors import WeightsError
+from m1serve.model.config import M1Config
+from m1serve.model.tiny import tiny_config
+
+
+def test_a_config_survives_its_json() -> None:
+    config = tiny_config(512, eos_token_id=3)
+    assert M1Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_minimax_m1s_own_config_is_read(m1_data: Path) -> None:
+    config = M1Config.from_dict(json.loads((m1_data / "config.json").read_text()))
+    assert config.softmax_layers == tuple(range(7, 80, 8))
+    assert len(config.lightning_layers) == 70
+    assert (config.rotary_dim, config.head_dim, config.eos_token_id) == (64, 128, None)
+
+
+def test_text_01_is_the_same_graph() -> None:
+    raw = tiny_config().to_dict() | {
+        "model_type": "minimax_text_01",
+        "architectures": ["MiniMaxText01ForCausalLM"],
+    }
+    assert M1Config.from_dict(raw) == tiny_config()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "minimax"}, "model_type is 'minimax', wanted one of"),
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"shared_intermediate_size": 512}, "shared_intermediate_size is 512"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu' is supported"),
+        ({"attn_type_list": [0, 1]}, "attn_type_list has 2 entries for 8 layers"),
+        ({"attn_type_list": [0, 0, 0, 0, 0, 0, 0, 2]}, "other values than 0 and 1"),
+        ({"num_key_value_heads": 3}, "4 heads do not divide among 3 kv heads"),
+        ({"rotary_dim": 32}, "rotary_dim 32 is odd or beyond head_dim 16"),
+        ({"num_experts_per_tok": 5}, "top 5 of 4 experts"),
+        ({"hidden_size": "64"}, "hidden_size is '64', not a number"),
+        ({"postnorm": 1}, "postnorm is 1"),
+    ],
+)
+def test_another_architecture_is_refused_by_name(change: dict[str, object], said: str) -> None:
+    with pytest.raises(WeightsError) as refusal:
+        M1Config.from_dict(tiny_config().to_dict() | change)
+    assert said in str(refusal.value)
+
+
+def test_every_missing_key_is_named() -> None:
+    raw = tiny_config().to_dict()
+    del raw["postnorm"], raw["rotary_dim"]
+    with pytest.raises(WeightsError, match=r"missing keys \['rotary_dim', 'postnorm'\]"):
+        M1Config.from_dict(raw)
