@@ -85,9 +85,14 @@ def states(content: str, answer: str, ids: tuple[str, ...], family: str) -> bool
     return answer in words and not rivals and not is_refused and not numbers
 
 
-def build_desk_problem(task_id: TaskId) -> DeskProblem:
-    # tasks with neighbouring numbers share a desk, so that a batch has few distinct system prompts
-    desk = make_desk(random.Random(f"desk/{task_id.split}/{task_id.number // 4}"))
+def desk_of(task_id: TaskId) -> Desk:
+    """Tasks with neighbouring numbers share a desk, so that a batch has few system prompts."""
+    return make_desk(random.Random(f"desk/{task_id.split}/{task_id.number // 4}"))
+
+
+def build_desk_problem(task_id: TaskId, desk: Desk | None = None) -> DeskProblem:
+    """At its own desk, or at a given one (then the id alone does not name it)."""
+    desk = desk or desk_of(task_id)
     rng = random.Random(str(task_id))
     family = task_id.family
     if family == "calc":
