@@ -53,7 +53,6 @@ def empty_model(
         block.block_sparse_moe.gate.float()
     if torch.device(device).type != "meta":
         model.to_empty(device=device)
-        model.fill_buffers()
     return model.eval()
 
 
@@ -80,7 +79,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
         return (path / SINGLE_FILE,)
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} is not a safetensors index: {error!r}") from error
     strange = sorted(name for name in names if Path(name).name != name)
     if strange:

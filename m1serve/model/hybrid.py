@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from m1serve.model.block import Block
 from m1serve.model.config import M1Config
-from m1serve.model.lightning import LightningAttention
 from m1serve.model.rmsnorm import RMSNorm
 from m1serve.model.state import SequenceState
 from m1serve.model.step import Step
@@ -47,14 +46,6 @@ class M1ForCausalLM(nn.Module):
                 is_last = name.endswith(("out_proj.weight", "o_proj.weight", "w2_XEF"))
                 scale = (0.5 if is_last else 1.0) / math.sqrt(weight.shape[-1])
                 weight.normal_(0, scale, generator=generator)
-
-    @torch.no_grad()
-    def fill_buffers(self) -> None:
-        """Recomputes what no checkpoint holds: the decay slopes."""
-        for block in self.blocks:
-            attention = block.self_attn
-            if isinstance(attention, LightningAttention):
-                attention.slope_H.copy_(attention.fresh_slopes())
 
     def hidden(
         self, ids_BT: Tensor, state: SequenceState | None = None, count_B: Tensor | None = None

@@ -21,8 +21,6 @@ OUTPUT_NORM_EPS = 1e-6
 
 
 class LightningAttention(nn.Module):
-    slope_H: Tensor
-
     def __init__(self, config: M1Config, layer: int) -> None:
         super().__init__()
         self.config, self.layer = config, layer
@@ -31,11 +29,16 @@ class LightningAttention(nn.Module):
         self.output_gate = nn.Linear(config.hidden_size, inner, bias=False)
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
         self.norm = RMSNorm(inner, eps=OUTPUT_NORM_EPS)
-        self.register_buffer("slope_H", self.fresh_slopes(), persistent=False)
+        # not a buffer: a cast of the module to bf16 would round it
+        self._slope_H: Tensor | None = None
 
-    def fresh_slopes(self) -> Tensor:
-        config = self.config
-        return slopes(config.num_attention_heads, config.num_hidden_layers, self.layer)
+    def slopes_on(self, device: torch.device) -> Tensor:
+        """The layer's fp32 slopes [H], made where they are needed."""
+        if self._slope_H is None or self._slope_H.device != device:
+            config = self.config
+            made_H = slopes(config.num_attention_heads, config.num_hidden_layers, self.layer)
+            self._slope_H = made_H.to(device)
+        return self._slope_H
 
     def forward(self, h_BTE: Tensor, state: SequenceState, step: Step) -> Tensor:
         B, T, _ = h_BTE.shape
@@ -52,7 +55,12 @@ class LightningAttention(nn.Module):
         self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, state: SequenceState, step: Step
     ) -> Tensor:
         o_BTHD, after_BHDD = lightning_prefill(
-            q_BTHD, k_BTHD, v_BTHD, self.slope_H, state.lightning.get(self.layer), step.count_B
+            q_BTHD,
+            k_BTHD,
+            v_BTHD,
+            self.slopes_on(q_BTHD.device),
+            state.lightning.get(self.layer),
+            step.count_B,
         )
         state.put_lightning(self.layer, after_BHDD)
         return o_BTHD
@@ -66,8 +74,9 @@ class LightningAttention(nn.Module):
             s_BHDD = q_B1HD.new_zeros(B, H, D, D)
         elif not state.fixed_capacity:
             s_BHDD = s_BHDD.clone(memory_format=torch.contiguous_format)
+        slope_H = self.slopes_on(s_BHDD.device)
         o_BHD = lightning_decode(
-            q_B1HD[:, 0], k_B1HD[:, 0], v_B1HD[:, 0], self.slope_H, s_BHDD, step.count_B
+            q_B1HD[:, 0], k_B1HD[:, 0], v_B1HD[:, 0], slope_H, s_BHDD, step.count_B
         )
         if not state.fixed_capacity:
             state.lightning[self.layer] = s_BHDD

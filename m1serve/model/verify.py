@@ -51,6 +51,8 @@ def _check_files(path: Path, manifest: Manifest) -> None:
     if unknown := sorted(present - records.keys()):
         raise _refused(manifest, f"there are files that the manifest does not know: {unknown}")
     for name, record in records.items():
+        if record.sha256 and file_sha256(folder / name) != record.sha256:
+            raise _refused(manifest, f"{name} {_what_changed(name)}")
         num_bytes = (folder / name).stat().st_size
         if num_bytes < record.num_bytes:
             raise _refused(
@@ -58,8 +60,6 @@ def _check_files(path: Path, manifest: Manifest) -> None:
             )
         if num_bytes > record.num_bytes:
             raise _refused(manifest, f"{name} has {num_bytes} bytes, wanted {record.num_bytes}")
-        if record.sha256 and file_sha256(folder / name) != record.sha256:
-            raise _refused(manifest, f"{name} {_what_changed(name)}")
 
 
 def _what_changed(name: str) -> str:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from m1serve.kernels.decay import slopes
 from m1serve.model.checkpoint import disk_views
 from m1serve.model.config import M1Config
 from m1serve.model.hybrid import M1ForCausalLM
+from m1serve.model.lightning import LightningAttention
 from m1serve.model.state import SequenceState
 from m1serve.model.tiny import random_model, tiny_config
 
@@ -193,6 +195,12 @@ def test_logits_are_fp32_and_the_router_too_in_a_bf16_model(model: M1ForCausalLM
     assert logits.dtype == torch.float32
     assert all(t.dtype == torch.float32 for t in pool.lightning.values())
     assert (logits[:, 0] - wanted[:, -1]).abs().mean() < 0.1
+
+
+def test_a_cast_of_the_model_never_rounds_the_decay(model: M1ForCausalLM) -> None:
+    attention = model.to(torch.bfloat16).blocks[0].self_attn
+    assert isinstance(attention, LightningAttention)
+    assert torch.equal(attention.slopes_on(torch.device("cpu")), slopes(4, 4, 0))
 
 
 @torch.no_grad()
