@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from m1serve.errors import WeightsError
 from m1serve.model.config import M1Config
@@ -48,12 +48,13 @@ def empty_model(
 ) -> M1ForCausalLM:
     """A model of unset weights on the device: `dtype` throughout, the router in fp32."""
     with torch.device("meta"):
-        model = M1ForCausalLM(config).to(dtype)
-    for block in model.blocks:
-        block.block_sparse_moe.gate.float()
-    if torch.device(device).type != "meta":
-        model.to_empty(device=device)
-    return model.eval()
+        model = M1ForCausalLM(config).eval()
+    for path, module in model.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            kept = _disk_dtype(f"{path}.{name}", dtype)
+            empty = torch.empty(p.shape, dtype=kept, device=device)
+            setattr(module, name, nn.Parameter(empty))
+    return model
 
 
 def read_config(path: Path) -> M1Config:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from m1serve.model.block import Block
 from m1serve.model.config import M1Config
+from m1serve.model.linear import Embedding, Linear
 from m1serve.model.rmsnorm import RMSNorm
 from m1serve.model.state import SequenceState
 from m1serve.model.step import Step
@@ -25,10 +26,10 @@ class M1ForCausalLM(nn.Module):
     def __init__(self, config: M1Config) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
     @property
     def blocks(self) -> list[Block]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from m1serve.kernels.decay import slopes
 from m1serve.kernels.lightning import lightning_decode, lightning_prefill
 from m1serve.model.config import M1Config
+from m1serve.model.linear import Linear
 from m1serve.model.rmsnorm import RMSNorm
 from m1serve.model.state import SequenceState
 from m1serve.model.step import Step
@@ -25,9 +26,9 @@ class LightningAttention(nn.Module):
         super().__init__()
         self.config, self.layer = config, layer
         inner = config.num_attention_heads * config.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * inner, bias=False)
-        self.output_gate = nn.Linear(config.hidden_size, inner, bias=False)
-        self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self.qkv_proj = Linear(config.hidden_size, 3 * inner)
+        self.output_gate = Linear(config.hidden_size, inner)
+        self.out_proj = Linear(inner, config.hidden_size)
         self.norm = RMSNorm(inner, eps=OUTPUT_NORM_EPS)
         # not a buffer: a cast of the module to bf16 would round it
         self._slope_H: Tensor | None = None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from m1serve.model.config import M1Config
+from m1serve.model.linear import Linear
 
 
 class SparseMoE(nn.Module):
@@ -17,7 +18,7 @@ class SparseMoE(nn.Module):
         super().__init__()
         X, E, ff = config.num_local_experts, config.hidden_size, config.intermediate_size
         self.num_chosen = config.num_experts_per_tok
-        self.gate = nn.Linear(E, X, bias=False)
+        self.gate = Linear(E, X)
         self.w13_X2FE = nn.Parameter(torch.empty(X, 2 * ff, E))
         self.w2_XEF = nn.Parameter(torch.empty(X, E, ff))
         self.balance: Tensor | None = None

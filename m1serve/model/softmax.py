@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from m1serve.model.config import M1Config
+from m1serve.model.linear import Linear
 from m1serve.model.state import SequenceState
 from m1serve.model.step import Step
 
@@ -19,10 +20,10 @@ class SoftmaxAttention(nn.Module):
         self.config, self.layer = config, layer
         E, D = config.hidden_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(E, H * D, bias=False)
-        self.k_proj = nn.Linear(E, K * D, bias=False)
-        self.v_proj = nn.Linear(E, K * D, bias=False)
-        self.o_proj = nn.Linear(H * D, E, bias=False)
+        self.q_proj = Linear(E, H * D)
+        self.k_proj = Linear(E, K * D)
+        self.v_proj = Linear(E, K * D)
+        self.o_proj = Linear(H * D, E)
 
     def forward(self, h_BTE: Tensor, state: SequenceState, step: Step) -> Tensor:
         B, T, _ = h_BTE.shape

@@ -81,8 +81,6 @@ class SequenceState:
         groups = (self.lightning, self.keys, self.values)
         return sum(t.numel() * t.element_size() for group in groups for t in group.values())
 
-    # ---- batches -------------------------------------------------------------------------------
-
     def select(self, rows: Tensor, *, columns: int | None = None) -> SequenceState:
         """A copy of some rows, with the first `columns` key columns only if given."""
         part = self._map(lambda t: t.index_select(0, rows), columns=columns)
@@ -107,6 +105,7 @@ class SequenceState:
     def with_capacity(self, capacity: int) -> SequenceState:
         """A private fixed-capacity copy whose key buffers hold `capacity` tokens."""
         room = capacity - self.num_columns
+        assert room >= 0, f"capacity {capacity} is below the {self.num_columns} columns in use"
         state = self._map(lambda t: t.clone(memory_format=torch.contiguous_format))
         for group in (state.keys, state.values):
             for layer, t in group.items():
@@ -118,8 +117,6 @@ class SequenceState:
     def fork(self) -> SequenceState:
         """The same tensors in a state of its own."""
         return self._map(lambda t: t)
-
-    # ---- pool ----------------------------------------------------------------------------------
 
     def view(self, num_rows: int, *, start: int = 0) -> SequenceState:
         """Rows [start, start + num_rows) sharing memory: a forward on the view updates the pool."""
@@ -163,8 +160,6 @@ class SequenceState:
             for layer, t in theirs.items():
                 mine[layer][row, :, : t.shape[2]].copy_(t[0])
         self.length_B[row] = snapshot.length_B[0]
-
-    # ---- what a forward does -------------------------------------------------------------------
 
     def put_lightning(self, layer: int, state_BHDD: Tensor) -> None:
         if self.fixed_capacity:

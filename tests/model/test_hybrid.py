@@ -203,6 +203,27 @@ def test_a_cast_of_the_model_never_rounds_the_decay(model: M1ForCausalLM) -> Non
     assert torch.equal(attention.slopes_on(torch.device("cpu")), slopes(4, 4, 0))
 
 
+def test_a_model_that_served_can_be_trained(model: M1ForCausalLM) -> None:
+    ids = token_ids(2, 20)
+    with torch.inference_mode():
+        model(ids)
+        model(ids[:, :1])
+    model(ids).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@torch.no_grad()
+def test_a_gpu_gives_the_logits_of_the_cpu(model: M1ForCausalLM) -> None:
+    ids = token_ids(3, 100)
+    wanted = model(ids)
+    model.cuda()
+    hidden, state = model.hidden(ids[:, :99].cuda())
+    last, _ = model.hidden(ids[:, 99:].cuda(), state.with_capacity(128))
+    assert gap(model.logits(torch.cat([hidden, last], 1)).cpu(), wanted) < 1e-3
+
+
 @torch.no_grad()
 def test_a_bf16_key_buffer_serves_a_bf16_model(config: M1Config) -> None:
     model = random_model(config).to(torch.bfloat16)
