@@ -161,6 +161,8 @@ class LocalEngine:
                 begin = time.perf_counter()
                 switch = partial(self._core.switch, staged.model, staged.weights_version)
                 await asyncio.wrap_future(self._thread.call(switch))
+            except EngineError:
+                raise
             except (WeightsError, OSError, RuntimeError) as error:
                 return swap_refused(error, serving=self.weights_version)
             return staged.accepted(switch_ms=(time.perf_counter() - begin) * 1e3)
@@ -173,8 +175,6 @@ class LocalEngine:
 
     def _open(self, request: GenerateRequest, *, is_cacheable: bool = True) -> Generation:
         """Queues the request, unless the engine is full, closed or busy with the same id."""
-        if not self._thread.is_alive:
-            raise EngineError("the engine is closed or its step thread died; restart the replica")
         if request.id in self._active:
             raise RequestError(f"request id {request.id!r} is running already; use a fresh one")
         if self._num_waiting >= self._settings.max_waiting:
@@ -192,8 +192,9 @@ class LocalEngine:
         )
         generation.sequences = [self._choice(generation, i) for i in range(request.n)]
         generation.unplaced.extend(generation.sequences)
+        if not self._thread.post(partial(self._core.submit, generation)):
+            raise EngineError("the engine is closed or its step thread died; restart the replica")
         self._active.add(request.id)
-        self._thread.post(partial(self._core.submit, generation))
         return generation
 
     def _choice(self, generation: Generation, index: int) -> Choice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,8 +13,6 @@ from m1serve.engine.batch import STEP_ERRORS
 from m1serve.engine.core import EngineCore
 from m1serve.errors import EngineError
 
-logger = logging.getLogger(__name__)
-
 Command = Callable[[], None]
 
 
@@ -24,19 +21,18 @@ class StepThread:
         self._core = core
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
-        self._is_closing = False
+        self._is_closing = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="m1serve-engine", daemon=True)
         self._thread.start()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive() and not self._is_closing
-
-    def post(self, command: Command) -> None:
-        """Runs it between two steps; from any thread."""
+    def post(self, command: Command) -> bool:
+        """Runs it between two steps; from any thread. False: nothing runs here any more."""
         with self._wake:
+            if self._is_closed:
+                return False
             self._commands.append(command)
             self._wake.notify()
+        return True
 
     def call(self, command: Command) -> Future[None]:
         """As `post`; the future tells when it is done or what it raised."""
@@ -50,7 +46,8 @@ class StepThread:
             else:
                 future.set_result(None)
 
-        self.post(run)
+        if not self.post(run):
+            future.set_exception(EngineError("the engine is closed"))
         return future
 
     def close(self) -> None:
@@ -72,13 +69,19 @@ class StepThread:
                     self._core.step()
             error = None
         finally:
-            self._is_closing = True
+            with self._wake:
+                self._is_closed = True
+            self._obey()
             self._core.close(error)
 
     def _obey(self) -> None:
         with self._wake:
-            while not (self._commands or self._core.has_work or self._is_closing):
+            while not (self._commands or self._core.has_work or self._is_stopping):
                 self._wake.wait()
             commands, self._commands = self._commands, deque()
         for command in commands:
             command()
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._is_closing or self._is_closed

@@ -1,0 +1,109 @@
+"""Line: one choice of a scripted reply as it is spoken, token by token. No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from m1serve.chat.tokenizer import THINK_END, ChatTokenizer
+from m1serve.engine.script import made_up_logprob, made_up_top
+from m1serve.engine.stopping import Stop, StopRules, ThinkBudget
+from m1serve.types import Delta, GenerateRequest, StopCause, TokenFlag, TopLogprob
+
+
+class Line:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        text: str,
+        *,
+        choice: int,
+        tokenizer: ChatTokenizer,
+        max_model_len: int,
+    ) -> None:
+        self._request, self._choice = request, choice
+        self._rules = StopRules(request, tokenizer=tokenizer, max_model_len=max_model_len)
+        self._budget = _budget_of(request, tokenizer)
+        self._script = deque((*tokenizer.encode_control(text), tokenizer.eos_id))
+        self._think_end = tokenizer.control_ids.get(THINK_END, -1)
+        self._before = request.prompt_ids[-1]
+        self._num_said = 0
+        self._clear()
+        self.stop: Stop | None = self._rules.before_any()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._ids)
+
+    def say(self, fails_after: int | None) -> bool:
+        """The next token, unless it has stopped; True when there was one."""
+        if self.stop is not None:
+            return False
+        if fails_after is not None and self._num_said >= fails_after:
+            self.stop = Stop(cause=StopCause.ERROR, detail="the script fails here")
+            return False
+        token_id, flag = self._next_token()
+        logprob = made_up_logprob(self._before, token_id)
+        self._ids.append(token_id)
+        self._logprobs.append(logprob)
+        self._flags.append(flag.value)
+        if self._request.top_logprobs:
+            self._top.append(made_up_top(token_id, logprob, self._request.top_logprobs))
+        self._before = token_id
+        self._num_said += 1
+        self.stop = self._rules.after(token_id, self._num_said)
+        return True
+
+    def delta(self, weights_version: str) -> Delta:
+        """Everything since the last one."""
+        sampling = self._request.sampling
+        is_bent = not (sampling.is_trainable and sampling.top_p == 1.0)
+        delta = Delta(
+            choice=self._choice,
+            token_ids=tuple(self._ids),
+            logprobs=tuple(self._logprobs),
+            token_flags=tuple(self._flags),
+            weights_version=weights_version,
+            sampled_logprobs=tuple(self._logprobs) if is_bent else None,
+            top_logprobs=tuple(self._top),
+            stop=self.stop.cause if self.stop else None,
+            stop_detail=self.stop.detail if self.stop else None,
+        )
+        self._clear()
+        return delta
+
+    def _clear(self) -> None:
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._flags: list[int] = []
+        self._top: list[tuple[TopLogprob, ...]] = []
+
+    def _next_token(self) -> tuple[int, TokenFlag]:
+        budget = self._budget
+        if budget is None:
+            return self._script.popleft(), TokenFlag.SAMPLED
+        if budget.forced:
+            token_id = budget.forced[0]
+            if token_id == self._think_end:
+                self._skip_thought(budget.forced)
+            budget.observe(token_id)
+            return token_id, TokenFlag.FORCED
+        token_id = self._script.popleft()
+        budget.observe(token_id)
+        return token_id, TokenFlag.SAMPLED
+
+    def _skip_thought(self, closing: list[int]) -> None:
+        """The script goes on behind its own end of the think block, if it has one."""
+        if self._think_end not in self._script:
+            return
+        while self._script[0] != self._think_end:
+            self._script.popleft()
+        for token_id in closing:
+            if self._script[0] == token_id:
+                self._script.popleft()
+
+
+def _budget_of(request: GenerateRequest, tokenizer: ChatTokenizer) -> ThinkBudget | None:
+    budget = request.limits.reasoning_budget
+    if budget is None:
+        return None
+    return ThinkBudget(budget, tokenizer=tokenizer, prompt_ids=request.prompt_ids)
