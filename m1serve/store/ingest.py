@@ -1,0 +1,289 @@
+"""Journal entries into rows: linked to their sessions, once each, in one transaction with the
+reader's cursors.
+
+A turn that arrives after its session was closed (another writer's journal was read later) reopens
+nothing: it gets a trajectory of its own, with the turns before it as context.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import insert, select
+from sqlalchemy.orm import Session
+
+from m1serve.store.blobs import ids_to_bytes
+from m1serve.store.captured import CapturedTurn, capture, session_key, turn_values
+from m1serve.store.closing import SessionCloser
+from m1serve.store.database import Database, chunks
+from m1serve.store.drift import TurnFacts, link_turn
+from m1serve.store.facts import load_facts, save_links, with_superseded
+from m1serve.store.journal import REASON_LOST, Cursor
+from m1serve.store.prompts import BLOCK_TOKENS, join_prompt, load_blocks, tenant_secret
+from m1serve.store.records import FeedbackGiven, JournalEntry, SessionEnded, TurnRecord
+from m1serve.store.tables import (
+    FeedbackRow,
+    JournalCursorRow,
+    PromptBlockRow,
+    SessionRow,
+    TrajectoryRow,
+    TrajectoryTurnRow,
+    TurnRow,
+)
+from m1serve.types import Mode
+
+_NEWEST_TURNS = 512
+"""Parents are looked for among this many."""
+
+
+def ingest(
+    db: Database,
+    entries: Sequence[JournalEntry],
+    *,
+    cursors: Mapping[str, Cursor],
+    tenant_key: bytes,
+    job_max_attempts: int,
+) -> int:
+    """Returns how many records were new."""
+    turns = _captured(entries, tenant_key)
+    with db.write() as session:
+        work = _Ingest(db, session, job_max_attempts=job_max_attempts)
+        work.lock_sessions(turns, entries)
+        num_new = work.store_turns(turns)
+        num_new += work.end_sessions(entries)
+        num_new += work.store_feedback(entries)
+        work.save_cursors(cursors)
+    return num_new
+
+
+class _Ingest:
+    """One transaction. Sessions are locked in order of their keys, so that two ingesters never
+    deadlock.
+    """
+
+    def __init__(self, db: Database, session: Session, *, job_max_attempts: int) -> None:
+        self._db = db
+        self._session = session
+        self._now = time.time()
+        self._closer = SessionCloser(db, session, now=self._now, job_max_attempts=job_max_attempts)
+        self._rows: dict[str, SessionRow] = {}
+        self._new: dict[str, list[CapturedTurn]] = {}
+
+    def lock_sessions(self, turns: Sequence[CapturedTurn], entries: Sequence[JournalEntry]) -> None:
+        wanted: dict[str, dict[str, object]] = {}
+        for turn in turns:
+            wanted.setdefault(turn.session_key, _session_of_turn(turn))
+        for end in _ends(entries):
+            wanted.setdefault(_key_of(end), _session_of_end(end))
+        self._db.insert_new(self._session, SessionRow, [wanted[key] for key in sorted(wanted)])
+        for part in chunks(sorted(wanted)):
+            query = select(SessionRow).where(SessionRow.session_key.in_(part))
+            locked = query.order_by(SessionRow.session_key).with_for_update()
+            for row in self._session.scalars(locked):
+                self._rows[row.session_key] = row
+
+    def store_turns(self, turns: Sequence[CapturedTurn]) -> int:
+        known = _known_turn_ids(self._session, turns)
+        for turn in turns:
+            if turn.record.turn_id not in known:
+                self._new.setdefault(turn.session_key, []).append(turn)
+        values = [v for key in sorted(self._new) for v in self._link(key, self._new[key])]
+        self._insert_blocks([turn for new in self._new.values() for turn in new])
+        if values:
+            self._session.execute(insert(TurnRow), values)
+        return len(values)
+
+    def end_sessions(self, entries: Sequence[JournalEntry]) -> int:
+        """Ends first, then whatever arrived for sessions that are closed by now."""
+        num_new = 0
+        for entry in entries:
+            end = entry.record
+            if not isinstance(end, SessionEnded):
+                continue
+            row = self._rows[_key_of(end)]
+            before = (row.closed_at, row.close_reason, row.is_incomplete)
+            if end.reason == REASON_LOST:
+                self._closer.mark_incomplete(row)
+            elif row.num_turns == 0:
+                # its turns are in a journal that was not read yet; they will close it
+                row.close_reason = end.reason
+            else:
+                self._closer.close(row, end.reason, without=self._after(entry))
+            num_new += before != (row.closed_at, row.close_reason, row.is_incomplete)
+        for key in sorted(self._new):
+            row = self._rows[key]
+            if row.closed_at is not None:
+                self._closer.build(row)
+            elif row.close_reason is not None:
+                self._closer.close(row, row.close_reason)
+        return num_new
+
+    def store_feedback(self, entries: Sequence[JournalEntry]) -> int:
+        num_new = 0
+        for entry in entries:
+            given = entry.record
+            if not isinstance(given, FeedbackGiven):
+                continue
+            if self._db.insert_new(self._session, FeedbackRow, [dataclasses.asdict(given)]):
+                num_new += 1
+                self._closer.apply_feedback(_trajectories_of(self._session, given))
+        return num_new
+
+    def save_cursors(self, cursors: Mapping[str, Cursor]) -> None:
+        for writer, cursor in sorted(cursors.items()):
+            row = self._session.get(JournalCursorRow, writer)
+            if row is None:
+                row = JournalCursorRow(writer=writer)
+                self._session.add(row)
+            row.segment, row.offset, row.last_seq = cursor.segment, cursor.offset, cursor.last_seq
+            row.updated_at = self._now
+
+    def _link(self, key: str, new: Sequence[CapturedTurn]) -> list[dict[str, object]]:
+        """Links the new turns, and again those that arrived after them but were ingested before."""
+        row = self._rows[key]
+        stored = load_facts(self._session, key, newest=_NEWEST_TURNS)
+        captured = {turn.record.turn_id: turn for turn in new}
+        prompts = {turn_id: turn.prompt for turn_id, turn in captured.items()}
+        first = min(turn.facts.order for turn in new)
+        linked: list[TurnFacts] = []
+        for turn in sorted([*stored, *(t.facts for t in new)], key=lambda t: t.order):
+            is_settled = turn.order < first or row.closed_at is not None
+            if turn.turn_id in captured or not is_settled:
+                link = link_turn(
+                    turn,
+                    self._prompt(turn.turn_id, prompts),
+                    linked,
+                    secret=new[0].secret,
+                    prompt_of=lambda turn_id: self._prompt(turn_id, prompts),
+                )
+                turn = dataclasses.replace(turn, **dataclasses.asdict(link))
+            linked.append(turn)
+        linked = with_superseded(linked)
+        save_links(self._session, stored, linked)
+        _update_session(row, new)
+        return [
+            turn_values(captured[turn.turn_id], turn, self._now)
+            for turn in linked
+            if turn.turn_id in captured
+        ]
+
+    def _prompt(self, turn_id: str, prompts: dict[str, bytes]) -> bytes:
+        if turn_id not in prompts:
+            query = select(TurnRow.prompt_blocks, TurnRow.prompt_tail)
+            row = self._session.execute(query.where(TurnRow.turn_id == turn_id)).one()
+            blocks = load_blocks(self._session, [row.prompt_blocks])
+            ids = join_prompt(row.prompt_blocks, row.prompt_tail, blocks)
+            prompts[turn_id] = ids_to_bytes(ids)
+        return prompts[turn_id]
+
+    def _insert_blocks(self, turns: Sequence[CapturedTurn]) -> None:
+        blocks: dict[bytes, dict[str, object]] = {}
+        for turn in turns:
+            for block_id, ids in turn.split.blocks.items():
+                blocks[block_id] = {
+                    "block_id": block_id,
+                    "tenant_id": turn.record.tenant_id,
+                    "ids": ids,
+                    "num_tokens": BLOCK_TOKENS,
+                    "created_at": self._now,
+                }
+        rows = [blocks[block_id] for block_id in sorted(blocks)]
+        for start in range(0, len(rows), 500):
+            self._db.insert_new(self._session, PromptBlockRow, rows[start : start + 500])
+
+    def _after(self, end: JournalEntry) -> set[str]:
+        """New turns that its writer journalled behind the end: late, however batches fall."""
+        return {
+            turn.record.turn_id
+            for new in self._new.values()
+            for turn in new
+            if turn.writer == end.writer and turn.seq > end.seq
+        }
+
+
+def _captured(entries: Sequence[JournalEntry], tenant_key: bytes) -> list[CapturedTurn]:
+    """Turns of mode off are counted where they were served and kept nowhere."""
+    secrets: dict[str, bytes] = {}
+    turns: dict[str, CapturedTurn] = {}
+    for entry in entries:
+        record = entry.record
+        if isinstance(record, TurnRecord) and record.mode is not Mode.OFF:
+            if record.tenant_id not in secrets:
+                secrets[record.tenant_id] = tenant_secret(tenant_key, record.tenant_id)
+            secret = secrets[record.tenant_id]
+            if record.turn_id not in turns:
+                turns[record.turn_id] = capture(entry.writer, entry.seq, record, secret)
+    return sorted(turns.values(), key=lambda t: t.facts.order)
+
+
+def _known_turn_ids(session: Session, turns: Sequence[CapturedTurn]) -> set[str]:
+    known: set[str] = set()
+    for part in chunks([turn.record.turn_id for turn in turns]):
+        known.update(session.scalars(select(TurnRow.turn_id).where(TurnRow.turn_id.in_(part))))
+    return known
+
+
+def _trajectories_of(session: Session, given: FeedbackGiven) -> list[str]:
+    query = select(TrajectoryRow.trajectory_id).where(TrajectoryRow.tenant_id == given.tenant_id)
+    if given.turn_id is None:
+        return list(session.scalars(query.where(TrajectoryRow.session_id == given.session_id)))
+    own = select(TrajectoryTurnRow.trajectory_id).where(
+        TrajectoryTurnRow.turn_id == given.turn_id, ~TrajectoryTurnRow.is_context
+    )
+    return list(session.scalars(query.where(TrajectoryRow.trajectory_id.in_(own))))
+
+
+def _ends(entries: Sequence[JournalEntry]) -> list[SessionEnded]:
+    return [entry.record for entry in entries if isinstance(entry.record, SessionEnded)]
+
+
+def _key_of(end: SessionEnded) -> str:
+    return session_key(end.tenant_id, end.session_id)
+
+
+def _session_of_turn(turn: CapturedTurn) -> dict[str, object]:
+    record = turn.record
+    return {
+        "session_key": turn.session_key,
+        "tenant_id": record.tenant_id,
+        "session_id": record.session_id,
+        "group_key": record.group_key,
+        "task_id": record.task_id,
+        "model_id": record.model_id,
+        "mode": record.mode.value,
+        "opened_at": record.created_at,
+        "last_seen_at": record.created_at,
+        "num_turns": 0,
+        "is_incomplete": False,
+    }
+
+
+def _session_of_end(end: SessionEnded) -> dict[str, object]:
+    return {
+        "session_key": _key_of(end),
+        "tenant_id": end.tenant_id,
+        "session_id": end.session_id,
+        "group_key": None,
+        "task_id": None,
+        "model_id": "",
+        "mode": Mode.TRAIN.value,
+        "opened_at": end.at,
+        "last_seen_at": end.at,
+        "num_turns": 0,
+        "is_incomplete": False,
+    }
+
+
+def _update_session(row: SessionRow, new: Sequence[CapturedTurn]) -> None:
+    for turn in new:
+        record = turn.record
+        row.model_id = row.model_id or record.model_id
+        row.group_key = row.group_key if row.group_key is not None else record.group_key
+        row.task_id = row.task_id if row.task_id is not None else record.task_id
+        if record.mode is not Mode.TRAIN:
+            row.mode = record.mode.value
+        row.opened_at = min(row.opened_at, record.created_at)
+        row.last_seen_at = max(row.last_seen_at, turn.last_seen_at)
+    row.num_turns += len(new)
