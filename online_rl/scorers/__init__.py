@@ -1,0 +1,1 @@
+"""Verifiers: what an episode was worth, computed from the ledger's own tokens."""

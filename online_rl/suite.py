@@ -1,0 +1,75 @@
+"""The gate's held-out suite: played on an engine, scored in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from m1serve.chat.tokenizer import ChatTokenizer
+from m1serve.config import GateSettings
+from m1serve.engine.base import Engine
+from m1serve.envs import FAMILIES, task_ids
+from m1serve.online_rl.gate import EpisodeResult
+from m1serve.online_rl.play import PlayedEpisode, play_episodes
+from m1serve.online_rl.scorers.base import is_solved
+from m1serve.online_rl.scorers.sandbox import Sandbox
+
+KL_EPISODES_PER_FAMILY = 4
+"""Teacher-forcing every episode again would cost as much as playing it."""
+
+
+def gate_tasks(settings: GateSettings) -> dict[str, list[str]]:
+    """family -> task ids of the gate split, the same for every version."""
+    families = settings.families or FAMILIES
+    return {f: task_ids("gate", f, settings.tasks_per_family) for f in families}
+
+
+def suite_name(settings: GateSettings) -> str:
+    """Two results compare only under the same name."""
+    families = ",".join(sorted(settings.families or FAMILIES))
+    return f"gate/{settings.tasks_per_family}/{families}"
+
+
+async def play_suite(
+    engine: Engine, tok: ChatTokenizer, tasks: dict[str, list[str]]
+) -> list[PlayedEpisode]:
+    return await play_episodes(engine, tok, [t for ids in tasks.values() for t in ids])
+
+
+def score_suite(episodes: Sequence[PlayedEpisode], sandbox: Sandbox) -> tuple[EpisodeResult, ...]:
+    results = []
+    for episode in episodes:
+        turns = [t.turn for t in episode.turns]
+        value = sandbox.score(turns, episode.task_id).reward.value
+        results.append(
+            EpisodeResult(
+                task_id=episode.task_id,
+                family=episode.task_id.partition("/")[0],
+                is_solved=None if value is None else is_solved(value),
+                num_turns=len(turns),
+                num_well_formed=sum(t.is_well_formed for t in turns),
+            )
+        )
+    return tuple(results)
+
+
+async def mean_kl(parent: Engine, episodes: Sequence[PlayedEpisode]) -> float:
+    """KL(candidate ‖ parent) a token on the candidate's own samples; k3 estimator, nan when nothing
+    was sampled.
+    """
+    chosen: dict[str, list[PlayedEpisode]] = {}
+    for episode in episodes:
+        chosen.setdefault(episode.task_id.partition("/")[0], []).append(episode)
+    last = [e.turns[-1] for es in chosen.values() for e in es[:KL_EPISODES_PER_FAMILY] if e.turns]
+    scored = await asyncio.gather(
+        *(parent.score((*turn.prompt_ids, *turn.completion_ids)) for turn in last)
+    )
+    terms = [
+        math.exp(min(theirs - ours, 20.0)) - 1 - (theirs - ours)
+        for turn, score in zip(last, scored, strict=True)
+        for ours, theirs in zip(
+            turn.logprobs, score.logprobs[len(turn.prompt_ids) - 1 :], strict=True
+        )
+    ]
+    return math.fsum(terms) / len(terms) if terms else math.nan

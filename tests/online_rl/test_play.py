@@ -1,0 +1,102 @@
+"""Episodes over an engine: the careful clerk, played as a script, must win every family."""
+
+from __future__ import annotations
+
+import json
+import random
+
+from m1serve.chat.tokenizer import ChatTokenizer
+from m1serve.config import EngineSettings, GateSettings
+from m1serve.engine.script import ScriptedReply
+from m1serve.engine.scripted import ScriptedEngine
+from m1serve.envs import FAMILIES, max_turns, task_ids
+from m1serve.envs.base import build_problem
+from m1serve.envs.clerk import play
+from m1serve.envs.saying import Call, Say
+from m1serve.online_rl.play import PlayedEpisode, play_episode, play_episodes
+from m1serve.online_rl.scorers.sandbox import Sandbox
+from m1serve.online_rl.suite import gate_tasks, mean_kl, score_suite, suite_name
+from m1serve.types import GenerateRequest, StopCause
+
+
+def clerk_reply(request: GenerateRequest) -> ScriptedReply:
+    _, task_id, number = request.id.split(":")
+    said = play(build_problem(task_id), random.Random(task_id)).said
+    return ScriptedReply(text=written(said[int(number)]))
+
+
+def written(say: Say) -> str:
+    calls = "".join(
+        json.dumps({"name": c.name, "arguments": dict(c.arguments)}) + "\n" for c in say.calls
+    )
+    block = f"<tool_calls>\n{calls}</tool_calls>" if calls else ""
+    return f"<think>\n{say.thought}\n</think>\n{say.content}{block}"
+
+
+def engine_of(tok: ChatTokenizer, **settings: int) -> ScriptedEngine:
+    return ScriptedEngine(
+        clerk_reply, tokenizer=tok, settings=EngineSettings(kind="scripted", **settings)
+    )
+
+
+async def test_the_careful_clerk_is_always_right(tok: ChatTokenizer) -> None:
+    ids = [t for f in FAMILIES for t in task_ids("gate", f, 2)]
+    episodes = await play_episodes(engine_of(tok, max_model_len=8192), tok, ids)
+    assert [e.task_id for e in episodes] == ids
+    with Sandbox(timeout_s=20.0, memory_bytes=2**31) as sandbox:
+        results = score_suite(episodes, sandbox)
+    assert [(r.task_id, r.is_solved) for r in results if r.is_solved is not True] == []
+    assert all(r.num_well_formed == r.num_turns for r in results)
+
+
+async def test_history_is_exact(tok: ChatTokenizer) -> None:
+    task_id = next(
+        t
+        for t in task_ids("gate", "refund", 20)
+        if len(play(build_problem(t), random.Random(t)).said) > 1
+    )
+    episode = await play_episode(engine_of(tok, max_model_len=8192), tok, task_id)
+    assert len(episode.turns) > 1
+    for before, after in zip(episode.turns, episode.turns[1:], strict=False):
+        seen = (*before.prompt_ids, *before.completion_ids)
+        assert after.prompt_ids[: len(seen)] == seen
+        assert "tool result" in tok.decode(after.prompt_ids[len(seen) :])
+    assert all(t.completion_ids[-1] == tok.eos_id for t in episode.turns)
+    assert all(len(t.logprobs) == len(t.completion_ids) for t in episode.turns)
+
+
+async def test_an_endless_agent_is_cut_after_its_turns(tok: ChatTokenizer) -> None:
+    call = written(Say(thought="again", calls=(Call(name="calculator", arguments={}),)))
+    engine = ScriptedEngine(
+        lambda request: ScriptedReply(text=call),
+        tokenizer=tok,
+        settings=EngineSettings(kind="scripted", max_model_len=8192),
+    )
+    task_id = task_ids("gate", "calc", 1)[0]
+    episode = await play_episode(engine, tok, task_id)
+    assert len(episode.turns) == max_turns(task_id)
+
+
+async def test_a_turn_without_room_ends_the_episode(tok: ChatTokenizer) -> None:
+    task_id = task_ids("gate", "sums", 1)[0]
+    room = len((await play_episode(engine_of(tok), tok, task_id)).turns[0].prompt_ids)
+    cut = await play_episode(engine_of(tok, max_model_len=room + 3), tok, task_id)
+    assert len(cut.turns) == 1
+    assert cut.turns[0].turn.stop in (StopCause.LENGTH, StopCause.CONTEXT)
+    none = await play_episode(engine_of(tok, max_model_len=room), tok, task_id)
+    assert none == PlayedEpisode(task_id=task_id, turns=())
+
+
+async def test_kl_to_oneself_is_nothing(tok: ChatTokenizer) -> None:
+    engine = engine_of(tok)
+    episodes = await play_episodes(engine, tok, task_ids("gate", "sums", 3))
+    assert abs(await mean_kl(engine, episodes)) < 1e-9
+
+
+def test_the_suite_is_the_gate_split_and_its_name_tells_it() -> None:
+    settings = GateSettings(tasks_per_family=3, families=("sums", "calc"))
+    tasks = gate_tasks(settings)
+    assert list(tasks) == ["sums", "calc"]
+    assert all(t.split("/")[1] == "gate" for ids in tasks.values() for t in ids)
+    assert suite_name(settings) != suite_name(GateSettings(families=("sums", "calc")))
+    assert set(gate_tasks(GateSettings())) == set(FAMILIES)
