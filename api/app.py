@@ -1,0 +1,48 @@
+"""Builds the public application. Everything it needs is passed in; nothing is global."""
+
+from __future__ import annotations
+
+import hashlib
+
+from fastapi import FastAPI
+
+from m1serve import __version__
+from m1serve.api.errors import add_error_handlers
+from m1serve.api.request_log import RequestLog
+from m1serve.api.route_chat import chat_router
+from m1serve.api.route_feedback import feedback_router
+from m1serve.api.route_models import models_router
+from m1serve.api.serving import Journal, Serving
+from m1serve.chat.history import HistoryIndex
+from m1serve.chat.tokenizer import ChatTokenizer
+from m1serve.config import Settings
+from m1serve.engine.base import Engine
+from m1serve.metrics import Metrics
+
+
+def create_app(
+    engine: Engine,
+    journal: Journal,
+    settings: Settings,
+    tokenizer: ChatTokenizer,
+    *,
+    metrics: Metrics | None = None,
+) -> FastAPI:
+    """The engine and the journal stay the caller's: it closes them."""
+    numerics = f"{settings.engine.kind}:{settings.train.serving_dtype}"
+    serving = Serving(
+        engine=engine,
+        journal=journal,
+        settings=settings,
+        tokenizer=tokenizer,
+        history=HistoryIndex(tokenizer),
+        metrics=metrics or Metrics(),
+        numerics_digest=hashlib.sha256(numerics.encode()).hexdigest(),
+    )
+    app = FastAPI(title="m1serve", version=__version__)
+    app.include_router(chat_router(serving))
+    app.include_router(feedback_router(serving))
+    app.include_router(models_router(serving))
+    add_error_handlers(app)
+    app.add_middleware(RequestLog, metrics=serving.metrics)
+    return app

@@ -1,0 +1,110 @@
+"""Streamed answers: reply events to server-sent events, in the order of OpenAI's streams. Pure."""
+
+from __future__ import annotations
+
+import json
+
+from m1serve.api.choice import ChoiceStream
+from m1serve.api.exchange import Exchange
+from m1serve.api.logprobs import logprob_entries
+from m1serve.chat.reply import (
+    CallArguments,
+    CallStarted,
+    ContentText,
+    ReasoningText,
+    ReplyEvent,
+)
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def sse(value: object) -> bytes:
+    return f"data: {_to_json(value)}\n\n".encode()
+
+
+class ChunkWriter:
+    """One for a response. Tokens without text yet travel with the next chunk of their choice."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._body = exchange.prepared.body
+        self._num_sent = [0] * len(exchange.choices)
+        self._base: dict[str, object] = {
+            "id": f"chatcmpl-{exchange.prepared.request_id}",
+            "object": "chat.completion.chunk",
+            "created": int(exchange.prepared.created_at),
+            "model": self._body.model,
+        }
+
+    def roles(self) -> bytes:
+        """The first chunk of every choice."""
+        more: dict[str, object] = {}
+        if self._body.return_token_ids:
+            more["prompt_token_ids"] = self._exchange.prepared.generate.prompt_ids
+        role: dict[str, object] = {"role": "assistant", "content": ""}
+        return b"".join(
+            self._chunk([self._choice(choice, role, tokens=0)], more)
+            for choice in self._exchange.choices
+        )
+
+    def step(self, choice: ChoiceStream, events: list[ReplyEvent]) -> bytes:
+        chunks: list[bytes] = []
+        for event in events:
+            chunks.append(self._chunk([self._choice(choice, _delta(event, choice))], {}))
+        if choice.stop is not None:
+            last = self._choice(choice, {}) | {"finish_reason": choice.finish_reason}
+            chunks.append(self._chunk([last], {}))
+        return b"".join(chunks)
+
+    def end(self) -> bytes:
+        if not self._exchange.prepared.wants_usage_chunk:
+            return DONE
+        return self._chunk([], {"usage": self._exchange.usage()}) + DONE
+
+    def _choice(
+        self, choice: ChoiceStream, delta: dict[str, object], tokens: int | None = None
+    ) -> dict[str, object]:
+        start = self._num_sent[choice.index]
+        end = len(choice.token_ids) if tokens is None else start + tokens
+        self._num_sent[choice.index] = end
+        value: dict[str, object] = {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if self._body.logprobs and end > start:
+            entries = logprob_entries(self._exchange.serving.tokenizer, choice, start, end)
+            value["logprobs"] = {"content": entries, "refusal": None}
+        if self._body.return_token_ids:
+            value["token_ids"] = choice.token_ids[start:end]
+        return value
+
+    def _chunk(self, choices: list[dict[str, object]], more: dict[str, object]) -> bytes:
+        value = self._base | {
+            "system_fingerprint": self._exchange.weights_version,
+            "choices": choices,
+        }
+        if self._exchange.prepared.wants_usage_chunk:
+            value["usage"] = None
+        return sse(value | more)
+
+
+def _delta(event: ReplyEvent, choice: ChoiceStream) -> dict[str, object]:
+    match event:
+        case ReasoningText(text):
+            return {"reasoning_content": text}
+        case ContentText(text):
+            return {"content": text}
+        case CallStarted(index, name):
+            call: dict[str, object] = {
+                "index": index,
+                "id": choice.call_ids[index],
+                "type": "function",
+                "function": {"name": name, "arguments": ""},
+            }
+            return {"tool_calls": [call]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

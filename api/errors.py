@@ -1,0 +1,79 @@
+"""Errors in OpenAI's shape: what, got, wanted; retried only when a retry can help."""
+
+from __future__ import annotations
+
+import json
+import logging
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from m1serve.errors import EngineError, M1ServeError, OverloadedError, RequestError
+
+logger = logging.getLogger(__name__)
+
+
+def error_body(error: BaseException) -> dict[str, object]:
+    """The value of `error` in a body or an SSE event."""
+    status = error_status(error)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if isinstance(error, RequestError):
+        return {
+            "message": error.message,
+            "type": kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    if isinstance(error, M1ServeError):
+        return {"message": str(error), "type": kind, "param": None, "code": "engine_error"}
+    # whatever else it was may tell about the machine: it goes to the log only
+    message = "The server failed on this request; its log has the details under x-request-id."
+    return {"message": message, "type": kind, "param": None, "code": "internal_error"}
+
+
+def error_status(error: BaseException) -> int:
+    return error.status if isinstance(error, RequestError) else 500
+
+
+def error_response(error: BaseException) -> Response:
+    status = error_status(error)
+    headers = {}
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(error.retry_after_s)
+    elif status not in (408, 429):
+        headers["x-should-retry"] = "false"
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers["www-authenticate"] = "Bearer"
+    body = json.dumps({"error": error_body(error)})
+    return Response(body, status_code=status, headers=headers, media_type="application/json")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    async def on_known(_: Request, error: Exception) -> Response:
+        if isinstance(error, EngineError):
+            logger.error("engine failed: %s", error)
+        return error_response(error)
+
+    async def on_unknown(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_response(error)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        what = f"{request.method} {request.url.path}"
+        message = f"{what}: {error.detail}; this server has /v1/chat/completions and /v1/models"
+        return error_response(RequestError(message, code="not_found", status=error.status_code))
+
+    async def on_invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        return error_response(RequestError(f"{place}: {first['msg']}", param=place))
+
+    app.add_exception_handler(M1ServeError, on_known)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(Exception, on_unknown)

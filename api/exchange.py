@@ -1,0 +1,167 @@
+"""One request from the engine's first item to the record in the journal."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+
+import anyio
+
+from m1serve.api.choice import ChoiceStream
+from m1serve.api.prepare import Prepared
+from m1serve.api.record import turn_record
+from m1serve.api.serving import Serving
+from m1serve.chat.reply import ReplyEvent
+from m1serve.errors import EngineError, OverloadedError
+from m1serve.types import Delta, HistoryRule, Mode, Started, StopCause
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    choice: ChoiceStream
+    events: list[ReplyEvent]
+
+
+class Exchange:
+    """Iterate `steps` to its end or close it; then call `settle` once."""
+
+    def __init__(self, serving: Serving, prepared: Prepared) -> None:
+        self.serving = serving
+        self.prepared = prepared
+        self.started: Started | None = None
+        self.is_client_gone = False
+        request = prepared.generate
+        self.choices = [
+            ChoiceStream(
+                index,
+                serving.tokenizer,
+                stop_strings=request.stop_strings,
+                parse_calls=bool(prepared.tools),
+            )
+            for index in range(request.n)
+        ]
+        self._begun = time.perf_counter()
+        self._ttft_s: float | None = None
+
+    @property
+    def weights_version(self) -> str:
+        """Of the newest token, or what a new request gets."""
+        for choice in reversed(self.choices):
+            if choice.spans:
+                return choice.spans[-1].weights_version
+        return self.started.weights_version if self.started else self.serving.engine.weights_version
+
+    async def steps(self) -> AsyncGenerator[Started | Step, None]:
+        """Raises what the engine raises; EngineError or OverloadedError when a choice broke off."""
+        items = self.serving.engine.generate(self.prepared.generate)
+        try:
+            async for item in items:
+                if isinstance(item, Started):
+                    self.started = item
+                    yield item
+                else:
+                    yield self._step(item)
+            self._require_ends()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _close(items)
+
+    async def abort(self) -> None:
+        """The client is gone: the engine ends the choices, `steps` then ends by itself."""
+        self.is_client_gone = True
+        try:
+            await self.serving.engine.abort(self.prepared.generate.id)
+        except EngineError as error:
+            # closing the stream frees the slots all the same
+            logger.warning("request %s: %s", self.prepared.request_id, error)
+
+    def settle(self, *, was_delivered: bool) -> None:
+        """Writes what was sampled to the journal and counts it. Never waits, never raises twice."""
+        total_s = time.perf_counter() - self._begun
+        for choice in self.choices:
+            if choice.stop is None:
+                choice.cut(StopCause.ABORT, "the client closed the connection")
+        if self.started is not None and self.prepared.labels.mode is not Mode.OFF:
+            for choice in self.choices:
+                self.serving.journal.append(
+                    turn_record(self, choice, was_delivered=was_delivered, total_ms=total_s * 1000)
+                )
+        self._count(total_s)
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self._ttft_s or 0.0) * 1000
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.started.cached_tokens if self.started else 0
+
+    def usage(self) -> dict[str, object]:
+        prompt = len(self.prepared.generate.prompt_ids)
+        completion = sum(len(choice.token_ids) for choice in self.choices)
+        reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def _step(self, delta: Delta) -> Step:
+        if self._ttft_s is None and delta.token_ids:
+            self._ttft_s = time.perf_counter() - self._begun
+        choice = self.choices[delta.choice]
+        events = choice.push(delta)
+        if delta.stop in (StopCause.ABORT, StopCause.ERROR):
+            self._require_delivery(choice)
+        elif delta.stop is not None:
+            self._remember(choice)
+        return Step(choice, events)
+
+    def _require_delivery(self, choice: ChoiceStream) -> None:
+        detail = choice.stop_detail or "no detail"
+        if choice.stop is StopCause.ERROR:
+            raise EngineError(f"the engine failed while generating: {detail}")
+        if not self.is_client_gone:
+            raise OverloadedError(f"the server aborted this request: {detail}; send it again")
+
+    def _require_ends(self) -> None:
+        if any(choice.stop is None for choice in self.choices):
+            raise EngineError("the engine ended its stream before every choice had stopped")
+
+    def _remember(self, choice: ChoiceStream) -> None:
+        """Before the last byte is sent: the client's next request may be here at once."""
+        prepared = self.prepared
+        if prepared.history_rule is HistoryRule.EXACT:
+            self.serving.history.remember(
+                prepared.caller.tenant_id,
+                prepared.body.model,
+                (*prepared.messages, choice.message),
+                prepared.tools,
+                (*prepared.generate.prompt_ids, *choice.token_ids),
+                system_end=prepared.system_end,
+                session_id=prepared.session_id,
+            )
+
+    def _count(self, total_s: float) -> None:
+        metrics, prepared = self.serving.metrics, self.prepared
+        for choice in self.choices:
+            metrics.turns.labels(prepared.labels.mode, choice.stop or "none").inc()
+        metrics.prompt_tokens.inc(len(prepared.generate.prompt_ids))
+        metrics.cached_tokens.inc(self.cached_tokens)
+        metrics.completion_tokens.inc(sum(len(choice.token_ids) for choice in self.choices))
+        metrics.generation_seconds.observe(total_s)
+        if self._ttft_s is not None and prepared.is_stream:
+            metrics.ttft_seconds.observe(self._ttft_s)
+
+
+async def _close(items: AsyncIterator[Started | Delta]) -> None:
+    """Closing an engine's generator frees the request's slots."""
+    close = getattr(items, "aclose", None)
+    if close is not None:
+        await close()

@@ -1,0 +1,137 @@
+"""From the bytes of a request to what the engine gets: parse, label, render. CPU only, no I/O."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from m1serve.api.conversation import to_messages, to_tools
+from m1serve.api.identity import Caller, Labels, labels
+from m1serve.api.sampling import (
+    refuse_unsupported,
+    to_limits,
+    to_sampling,
+    to_stop_strings,
+    to_top_logprobs,
+)
+from m1serve.api.schema import ChatRequest, parse_body
+from m1serve.api.serving import Serving
+from m1serve.chat.history import HistoryMatch
+from m1serve.chat.messages import ChatMessage
+from m1serve.chat.template import encode_prompt
+from m1serve.types import GenerateRequest, HistoryRule
+
+STREAM_DELTA_INTERVAL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """One validated request."""
+
+    request_id: str
+    created_at: float
+    caller: Caller
+    labels: Labels
+    session_id: str
+    """Named by the client, else of the turn this one continues, else new."""
+    retry_count: int
+    request_hash: str
+    body: ChatRequest = field(repr=False)
+    messages: tuple[ChatMessage, ...] = field(repr=False)
+    tools: tuple[dict[str, object], ...] = field(repr=False)
+    history_rule: HistoryRule
+    system_end: int
+    generate: GenerateRequest = field(repr=False)
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.body.stream)
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
+
+
+def prepare(
+    serving: Serving,
+    body: bytes,
+    headers: Mapping[str, str],
+    *,
+    caller: Caller,
+    request_id: str,
+    created_at: float,
+) -> Prepared:
+    """Raises RequestError for anything the client has to change."""
+    request = parse_body(ChatRequest, body)
+    serving.check_name(request.model)
+    refuse_unsupported(request, serving.settings.serve.max_n)
+    asked = labels(headers, request.metadata or {}, is_stored=request.store is not False)
+    messages, tools = to_messages(request), to_tools(request)
+    match = _prompt(serving, request.model, caller, asked, messages, tools)
+    return Prepared(
+        request_id=request_id,
+        created_at=created_at,
+        caller=caller,
+        labels=asked,
+        session_id=asked.session_id or match.parent_session_id or f"sess-{uuid.uuid4().hex}",
+        retry_count=_retry_count(headers),
+        request_hash=_request_hash(request),
+        body=request,
+        messages=messages,
+        tools=tools,
+        history_rule=HistoryRule(serving.settings.model.history),
+        system_end=match.prompt.system_end,
+        generate=_generate_request(serving, request, caller, request_id, match),
+    )
+
+
+def _prompt(
+    serving: Serving,
+    alias: str,
+    caller: Caller,
+    asked: Labels,
+    messages: tuple[ChatMessage, ...],
+    tools: tuple[dict[str, object], ...],
+) -> HistoryMatch:
+    if HistoryRule(serving.settings.model.history) is HistoryRule.EXACT:
+        return serving.history.match(
+            caller.tenant_id, alias, messages, tools, session_id=asked.session_id
+        )
+    prompt = encode_prompt(serving.tokenizer, messages, tools)
+    return HistoryMatch(prompt=prompt, parent_session_id=None, num_exact_ids=0)
+
+
+def _generate_request(
+    serving: Serving, request: ChatRequest, caller: Caller, request_id: str, match: HistoryMatch
+) -> GenerateRequest:
+    capabilities, model = serving.engine.capabilities, serving.settings.model
+    ids, system_end = match.prompt.ids, match.prompt.system_end
+    room = capabilities.max_model_len
+    return GenerateRequest(
+        id=request_id,
+        prompt_ids=ids,
+        sampling=to_sampling(request, model, capabilities.vocab_size),
+        limits=to_limits(request, model, room=room, num_prompt=len(ids)),
+        n=request.n or 1,
+        top_logprobs=to_top_logprobs(request, capabilities),
+        stop_strings=to_stop_strings(request),
+        cache_salt=caller.cache_salt,
+        snapshot_at=(system_end,) if 0 < system_end < len(ids) else (),
+        min_delta_interval_s=STREAM_DELTA_INTERVAL_S if request.stream else math.inf,
+    )
+
+
+def _request_hash(request: ChatRequest) -> str:
+    transport = {"stream", "stream_options", "metadata", "store", "user"}
+    return hashlib.sha256(
+        request.model_dump_json(exclude=transport, exclude_none=True).encode()
+    ).hexdigest()
+
+
+def _retry_count(headers: Mapping[str, str]) -> int:
+    text = headers.get("x-stainless-retry-count", "0")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0

@@ -1,0 +1,58 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import anyio.to_thread
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from m1serve.api.body import read_body
+from m1serve.api.exchange import Exchange
+from m1serve.api.identity import authenticate
+from m1serve.api.live_response import LiveResponse
+from m1serve.api.prepare import prepare
+from m1serve.api.schema import ChatRequest
+from m1serve.api.serving import Serving
+
+LARGE_BODY_BYTES = 64 * 2**10
+"""From here on parsing and rendering would hold up the streams of others."""
+
+
+def chat_router(serving: Serving) -> APIRouter:
+    router = APIRouter()
+
+    @router.post(
+        "/v1/chat/completions",
+        response_class=Response,
+        openapi_extra=json_body(ChatRequest.model_json_schema()),
+    )
+    async def chat_completions(request: Request) -> Response:
+        created_at = time.time()
+        accepted = serving.settings.serve.api_keys
+        caller = authenticate(request.headers.get("authorization"), accepted)
+        body = await read_body(request)
+        work = partial(
+            prepare,
+            serving,
+            body,
+            request.headers,
+            caller=caller,
+            request_id=request.state.request_id,
+            created_at=created_at,
+        )
+        if len(body) < LARGE_BODY_BYTES:
+            prepared = work()
+        else:
+            prepared = await anyio.to_thread.run_sync(work, limiter=serving.threads)
+        return LiveResponse(Exchange(serving, prepared))
+
+    return router
+
+
+def json_body(schema: dict[str, Any]) -> dict[str, Any]:
+    """For the OpenAPI page: bodies are parsed by us, with OpenAI's errors."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

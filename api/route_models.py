@@ -1,0 +1,72 @@
+"""GET /v1/models, /v1/models/{id}, /health and /metrics."""
+
+from __future__ import annotations
+
+import json
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from m1serve.api.identity import authenticate
+from m1serve.api.serving import Serving
+from m1serve.errors import EngineError
+from m1serve.metrics import CONTENT_TYPE
+from m1serve.types import EngineStats
+
+
+def models_router(serving: Serving) -> APIRouter:
+    router = APIRouter()
+
+    def card(name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(serving.started_at),
+            "owned_by": "m1serve",
+            "max_model_len": serving.engine.capabilities.max_model_len,
+            "weights_version": serving.engine.weights_version,
+        }
+
+    @router.get("/v1/models")
+    async def list_models(request: Request) -> Response:
+        authenticate(request.headers.get("authorization"), serving.settings.serve.api_keys)
+        return JSONResponse({"object": "list", "data": [card(name) for name in serving.names]})
+
+    # names may hold slashes
+    @router.get("/v1/models/{name:path}")
+    async def get_model(request: Request, name: str) -> Response:
+        authenticate(request.headers.get("authorization"), serving.settings.serve.api_keys)
+        return JSONResponse(card(serving.check_name(name)))
+
+    @router.get("/health")
+    async def health() -> Response:
+        try:
+            stats = serving.engine.stats()
+        except EngineError as error:
+            return JSONResponse({"status": "dead", "reason": str(error)}, status_code=503)
+        body = {
+            "status": "ok",
+            "model": serving.settings.model.model_id,
+            "weights_version": serving.engine.weights_version,
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+        }
+        return Response(json.dumps(body), media_type="application/json")
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        try:
+            _show(serving, serving.engine.stats())
+        except EngineError:
+            serving.metrics.slots.set(0)
+        return Response(serving.metrics.exposition(), media_type=CONTENT_TYPE)
+
+    return router
+
+
+def _show(serving: Serving, stats: EngineStats) -> None:
+    metrics = serving.metrics
+    metrics.running.set(stats.num_running)
+    metrics.waiting.set(stats.num_waiting)
+    metrics.slots.set(stats.num_slots)
+    metrics.capture_dropped.set(getattr(serving.journal, "dropped", 0))

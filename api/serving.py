@@ -1,0 +1,56 @@
+"""What every route needs, built once in create_app and passed in."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import anyio
+
+from m1serve.chat.history import HistoryIndex
+from m1serve.chat.template import template_digest
+from m1serve.chat.tokenizer import ChatTokenizer
+from m1serve.config import Settings
+from m1serve.engine.base import Engine
+from m1serve.errors import RequestError
+from m1serve.metrics import Metrics
+from m1serve.store.records import JournalRecord
+
+
+class Journal(Protocol):
+    """JournalWriter, or a list in tests."""
+
+    def append(self, record: JournalRecord, /) -> object:
+        """Returns at once; the record is on disk soon."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    engine: Engine
+    journal: Journal
+    settings: Settings
+    tokenizer: ChatTokenizer
+    history: HistoryIndex
+    metrics: Metrics
+    numerics_digest: str
+    template_digest: str = field(default_factory=template_digest)
+    started_at: float = field(default_factory=time.time)
+    threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))
+    """For parsing and rendering large bodies beside the event loop."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `model` may say."""
+        return (self.settings.model.model_id, *self.settings.model.aliases)
+
+    def check_name(self, name: str) -> str:
+        if name not in self.names:
+            raise RequestError(
+                f"model {name!r} is not served here; served are {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+        return name

@@ -1,0 +1,97 @@
+"""Every Prometheus metric of m1serve. With PROMETHEUS_MULTIPROC_DIR set, processes share them.
+
+Labels never carry ids of requests, sessions or keys.
+"""
+
+from __future__ import annotations
+
+import os
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    multiprocess,
+)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+
+
+class Metrics:
+    """Build one a process and pass it on."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self._declare_api()
+        self._declare_engine()
+        self._declare_capture()
+        self._declare_work()
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes, summed over processes where they share a directory."""
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            return generate_latest(self.registry)
+        shared = CollectorRegistry()
+        multiprocess.MultiProcessCollector(shared)  # type: ignore[no-untyped-call]
+        return generate_latest(shared)
+
+    def _declare_api(self) -> None:
+        self.requests = self._counter("http_requests", "HTTP responses", "route", "status")
+        self.turns = self._counter("turns", "Finished choices", "mode", "stop")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests")
+        self.cached_tokens = self._counter(
+            "cached_prompt_tokens", "Prompt tokens whose state came from a snapshot"
+        )
+        self.completion_tokens = self._counter("completion_tokens", "Sampled tokens")
+        self.ttft_seconds = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token of streams"
+        )
+        self.generation_seconds = self._histogram(
+            "generation_seconds", "Start of generation to last byte of the answer"
+        )
+        self.open_responses = self._gauge("open_responses", "Answers being generated or sent")
+
+    def _declare_engine(self) -> None:
+        self.running = self._gauge("engine_running_sequences", "Sequences that decode")
+        self.waiting = self._gauge("engine_waiting_requests", "Requests without slots")
+        self.slots = self._gauge("engine_slots", "State slots")
+        self.swaps = self._counter("weight_swaps", "Weight swaps tried", "outcome")
+        self.swap_seconds = self._histogram(
+            "weight_swap_phase_seconds", "Phases of weight swaps", "phase"
+        )
+
+    def _declare_capture(self) -> None:
+        self.capture_dropped = self._gauge(
+            "capture_dropped_records", "Records the journal could not take"
+        )
+        self.capture_lag_seconds = self._gauge(
+            "capture_lag_seconds", "Age of the oldest record not yet in the ledger"
+        )
+        self.ingested = self._counter("ingested_records", "Journal records in the ledger")
+
+    def _declare_work(self) -> None:
+        self.jobs = self._gauge("jobs", "Job rows", "kind", "state")
+        self.job_seconds = self._histogram("job_seconds", "Run time of jobs", "kind")
+        self.trajectories = self._gauge("trajectories", "Trajectories in the ledger", "state")
+        self.training_runs = self._counter("training_runs", "Finished training runs", "outcome")
+        self.training_seconds = self._histogram(
+            "training_phase_seconds", "Phases of training runs", "phase"
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"m1serve_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(
+            f"m1serve_{name}",
+            text,
+            labels,
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(f"m1serve_{name}", text, labels, registry=self.registry, buckets=_SECONDS)

@@ -1,0 +1,119 @@
+"""Clients that leave, clients that wait, and many at once."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from m1serve.types import StopCause
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+LONG = "word " * 400
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_client_that_leaves_frees_its_slot_and_is_recorded_as_aborted(
+    serve: Any, eventually: Any, is_stream: bool
+) -> None:
+    async with serve(LONG) as world:
+        world.engine.delay_s = 0.005
+        async with httpx.AsyncClient(verify=False) as http:
+            asking = asyncio.create_task(
+                http.post(
+                    f"{world.url}/v1/chat/completions",
+                    json={"model": "fake", "messages": HI, "stream": is_stream},
+                )
+            )
+            await eventually(lambda: world.engine.running)
+            await asyncio.sleep(0.05)
+            asking.cancel()
+        await eventually(lambda: not world.engine.running and world.turns)
+        [turn] = world.turns
+        [request] = world.engine.requests
+        sent = world.engine.sent[request.id, 0]
+    assert (turn.stop, turn.was_delivered) == (StopCause.ABORT, False)
+    assert turn.completion_ids == tuple(i for delta in sent for i in delta.token_ids)
+    assert 0 < len(turn.completion_ids) < len(LONG)
+
+
+async def test_a_client_that_leaves_the_queue_is_forgotten(serve: Any, eventually: Any) -> None:
+    async with serve() as world:
+        world.engine.before_start_s = 30
+        async with httpx.AsyncClient(verify=False) as http:
+            asking = asyncio.create_task(
+                http.post(
+                    f"{world.url}/v1/chat/completions", json={"model": "fake", "messages": HI}
+                )
+            )
+            await eventually(lambda: world.engine.running)
+            asking.cancel()
+        await eventually(lambda: not world.engine.running)
+        assert world.turns == []
+
+
+async def test_slow_streams_are_kept_alive_by_comments(serve: Any) -> None:
+    async with serve("Hi", serve={"keep_alive_s": 0.03}) as world:
+        world.engine.before_start_s = 0.2
+        async with (
+            httpx.AsyncClient(verify=False) as http,
+            http.stream(
+                "POST",
+                f"{world.url}/v1/chat/completions",
+                json={"model": "fake", "messages": HI, "stream": True},
+            ) as answer,
+        ):
+            lines = [line async for line in answer.aiter_lines() if line]
+    assert lines[0] == lines[1] == ": keep-alive"
+    assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "stop"
+    assert lines[-1] == "data: [DONE]"
+
+
+async def test_slow_bodies_are_kept_alive_by_spaces(serve: Any) -> None:
+    async with serve("Hi", serve={"keep_alive_s": 0.03}) as world:
+        world.engine.before_start_s = 0.2
+        answer = await world.client.chat.completions.with_raw_response.create(
+            model="fake", messages=HI
+        )
+    assert answer.text.startswith("  ")
+    assert answer.parse().choices[0].message.content == "Hi"
+
+
+async def test_a_failure_after_spaces_is_an_error_object(serve: Any) -> None:
+    async with (
+        serve("Hi", serve={"keep_alive_s": 0.03}) as world,
+        httpx.AsyncClient(verify=False) as http,
+    ):
+        world.engine.before_start_s, world.engine.fails_after = 0.1, 0
+        answer = await http.post(
+            f"{world.url}/v1/chat/completions", json={"model": "fake", "messages": HI}
+        )
+    assert answer.status_code == 200
+    assert "a detail" in answer.json()["error"]["message"]
+
+
+async def test_many_streams_at_once_do_not_mix(serve: Any) -> None:
+    async with serve("abc" * 20) as world:
+        world.engine.delay_s = 0.001
+
+        async def one() -> str:
+            chunks = await world.client.chat.completions.create(
+                model="fake", messages=HI, stream=True
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+        texts = await asyncio.gather(*(one() for _ in range(40)))
+        assert set(texts) == {"abc" * 20}
+        assert len(world.turns) == 40
+        assert not world.engine.running
+
+
+async def test_a_large_body_is_handled_beside_the_loop(serve: Any) -> None:
+    async with serve(engine={"max_model_len": 4096}) as world:
+        tools: Any = [{"type": "function", "function": {"name": "f", "description": "x" * 3000}}]
+        history: Any = [{"role": "user", "content": ""} for _ in range(10)]
+        answer = await world.client.chat.completions.create(
+            model="fake", messages=history, tools=tools, user="u" * 100_000
+        )
+    assert answer.choices[0].message.content == "Hello."
