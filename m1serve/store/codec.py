@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import zstandard
 
 from m1serve.errors import StoreError
 from m1serve.store.blobs import bytes_to_floats, bytes_to_ids, floats_to_bytes, ids_to_bytes
+from m1serve.store.database import clean_text
 from m1serve.store.records import FeedbackGiven, JournalRecord, SessionEnded, TurnRecord
 from m1serve.store.versions import version_number
 from m1serve.types import HistoryRule, Mode, Sampling, StopCause, VersionSpan
@@ -30,6 +32,10 @@ def encode_record(record: JournalRecord) -> bytes:
     """
     if isinstance(record, TurnRecord):
         check_turn(record)
+    elif isinstance(record, FeedbackGiven) and not math.isfinite(record.value):
+        raise StoreError(
+            f"feedback {record.feedback_id} has value {record.value}, wanted a finite one"
+        )
     kind = next(name for name, type_ in _KINDS.items() if isinstance(record, type_))
     fields = {
         field.name: _pack_field(field.name, getattr(record, field.name))
@@ -47,6 +53,16 @@ def decode_record(payload: bytes) -> JournalRecord:
         )
     type_ = _KINDS[kind]
     return type_(**{name: _unpack_field(name, value) for name, value in fields.items()})
+
+
+def clean_record(record: JournalRecord) -> JournalRecord:
+    """The same record with text that every database takes."""
+    cleaned: dict[str, Any] = {
+        field.name: clean_text(value)
+        for field in dataclasses.fields(record)
+        if type(value := getattr(record, field.name)) is str and "\0" in value
+    }
+    return dataclasses.replace(record, **cleaned) if cleaned else record
 
 
 def check_turn(turn: TurnRecord) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from sqlalchemy import Connection, CursorResult, Engine, create_engine, event, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DisconnectionError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DisconnectionError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.sql import Executable
 
@@ -108,7 +108,7 @@ class Database:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except SQLAlchemyError as error:
+        except (SQLAlchemyError, sqlite3.Error) as error:
             cause = getattr(error, "orig", None) or error
             raise StoreError(
                 f"database {self.shown_url} failed: {type(cause).__name__}: {cause}; "
@@ -128,6 +128,16 @@ def is_conflict(error: StoreError) -> bool:
     cause = error.__cause__
     state = getattr(getattr(cause, "orig", None), "sqlstate", None)
     return isinstance(cause, IntegrityError) or state in ("40001", "40P01")
+
+
+def is_refusal(error: StoreError) -> bool:
+    """The database answers, but these values it will never take."""
+    return isinstance(error.__cause__, (IntegrityError, DataError, type(None)))
+
+
+def clean_text(value: str) -> str:
+    """PostgreSQL stores no NUL, and nobody stores half of a surrogate pair."""
+    return value.replace("\0", "\ufffd").encode(errors="replace").decode()
 
 
 def chunks(values: Sequence[str], size: int = 500) -> Iterator[Sequence[str]]:

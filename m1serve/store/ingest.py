@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 from m1serve.store.blobs import ids_to_bytes
 from m1serve.store.captured import CapturedTurn, capture, session_key, turn_values
 from m1serve.store.closing import SessionCloser
+from m1serve.store.codec import clean_record
 from m1serve.store.database import Database, chunks
 from m1serve.store.drift import TurnFacts, link_turn
 from m1serve.store.facts import load_facts, save_links, with_superseded
@@ -47,6 +48,7 @@ def ingest(
     job_max_attempts: int,
 ) -> int:
     """Returns how many records were new."""
+    entries = [dataclasses.replace(e, record=clean_record(e.record)) for e in entries]
     turns = _captured(entries, tenant_key)
     with db.write() as session:
         work = _Ingest(db, session, job_max_attempts=job_max_attempts)

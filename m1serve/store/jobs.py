@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, and_, func, or_, select, update
 from sqlalchemy.orm import Session
 
-from m1serve.store.database import Database, changed
+from m1serve.store.database import Database, changed, clean_text
 from m1serve.store.tables import TrajectoryRow
 from m1serve.store.work_tables import JobRow
 
@@ -177,6 +177,7 @@ class Jobs:
             row = session.get(JobRow, job_id, with_for_update=True)
             if row is None or row.state != "running" or row.token != token:
                 return False
+            error = clean_text(error)
             if retry_in_s is None or row.attempts >= row.max_attempts:
                 _bury(session, row, error, at)
             else:

@@ -4,6 +4,7 @@ overwritten.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from m1serve.errors import StoreError
-from m1serve.store.database import Database, changed
+from m1serve.store.database import Database, changed, clean_text
 from m1serve.store.jobs import complete_job
 from m1serve.store.tables import RewardRow, TrajectoryRow
 from m1serve.types import Reward, RewardStatus
@@ -67,6 +68,11 @@ class Rewards:
         A trainable trajectory becomes eligible when there is a value, ineligible otherwise; one
         that is claimed or trained already keeps its state.
         """
+        if reward.value is not None and not math.isfinite(reward.value):
+            raise StoreError(
+                f"reward of {trajectory_id} is {reward.value}; wanted a finite number, "
+                "or None when it could not be computed"
+            )
         at = time.time() if now is None else now
         verdict = Verdict(
             scorer=scorer,
@@ -111,7 +117,7 @@ def store_verdict(session: Session, row: TrajectoryRow, verdict: Verdict, at: fl
             value=reward.value,
             status=reward.status.value,
             components=dict(reward.components),
-            evidence=reward.evidence,
+            evidence=clean_text(reward.evidence),
             job_id=verdict.job_id,
             supersedes=older,
             is_current=True,

@@ -7,15 +7,20 @@ May be killed at any point: cursors move with the rows, files go only after the 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import logging
 import signal
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from m1serve.config import Settings, load_settings
 from m1serve.errors import StoreError
+from m1serve.store.database import is_refusal
+from m1serve.store.journal import REASON_LOST
 from m1serve.store.journal_reader import Cursor, JournalReader
+from m1serve.store.records import JournalEntry, SessionEnded, TurnRecord
 from m1serve.store.store import Store, load_tenant_key
 
 _BATCH_RECORDS = 256
@@ -35,26 +40,63 @@ class Sidecar:
             before = dict(cursors)
             entries = list(itertools.islice(self._reader.read_new(cursors), _BATCH_RECORDS))
             if cursors != before:
-                num_new += self._store.ledger.ingest(entries, cursors=cursors)
+                num_new += self._ingest(entries, cursors)
             if len(entries) < _BATCH_RECORDS:
                 break
         self._clean()
         return num_new
 
     def run(self, stop: threading.Event, *, poll_s: float = 0.1, retry_s: float = 2.0) -> None:
-        """Until `stop`; a database that does not answer is waited for, the journal keeps
-        everything.
-        """
-        while not stop.is_set():
+        """Until `stop`. A database that does not answer is waited for; the journal keeps all."""
+        while True:
+            is_last = stop.is_set()
+            num_new, wait_s = 0, poll_s
             try:
                 num_new = self.run_once()
             except StoreError as error:
-                _log.error("cannot ingest, next try in %.0f s: %s", retry_s, error)
-                stop.wait(retry_s)
-                continue
+                wait_s = retry_s
+                _log.error("cannot ingest, next try in %.1f s: %s", retry_s, error)
+            if is_last:
+                return
             if num_new == 0:
-                stop.wait(poll_s)
-        self.run_once()
+                stop.wait(wait_s)
+
+    def _ingest(self, entries: Sequence[JournalEntry], cursors: Mapping[str, Cursor]) -> int:
+        try:
+            return self._store.ledger.ingest(entries, cursors=cursors)
+        except StoreError as error:
+            if not is_refusal(error):
+                raise
+            _log.warning("a batch was refused, its records go in one by one: %s", error)
+        num_new = 0
+        for entry in entries:
+            try:
+                num_new += self._store.ledger.ingest([entry])
+            except StoreError as error:
+                if not is_refusal(error):
+                    raise
+                self._set_aside(entry, str(error))
+        self._store.ledger.ingest([], cursors=cursors)
+        return num_new
+
+    def _set_aside(self, entry: JournalEntry, error: str) -> None:
+        """One record that no database takes must not hold back all that follow it."""
+        _log.error("journal %s, seq %d is refused: %s", entry.writer, entry.seq, error)
+        self._store.audit.record(
+            actor="sidecar",
+            action="ingest.refused",
+            subject=f"{entry.writer}/{entry.seq}",
+            reason=error[:2000],
+        )
+        record = entry.record
+        if isinstance(record, TurnRecord):
+            lost = SessionEnded(
+                session_id=record.session_id,
+                tenant_id=record.tenant_id,
+                at=record.created_at,
+                reason=REASON_LOST,
+            )
+            self._store.ledger.ingest([dataclasses.replace(entry, record=lost)])
 
     def _clean(self) -> None:
         writers = self._reader.writers()

@@ -15,7 +15,6 @@ from sqlalchemy import (
     Index,
     LargeBinary,
     MetaData,
-    String,
     UniqueConstraint,
     text,
 )
@@ -50,7 +49,7 @@ class SessionRow(Base):
         Index(None, "tenant_id", "group_key"),
     )
 
-    session_key: Mapped[str] = mapped_column(String(32), primary_key=True)
+    session_key: Mapped[str] = mapped_column(primary_key=True)
     """Hash of tenant and session id: two tenants may use the same name."""
     tenant_id: Mapped[str]
     session_id: Mapped[str]
@@ -87,8 +86,8 @@ class TurnRow(Base):
         Index(None, "session_key", "created_at"),
     )
 
-    turn_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    writer: Mapped[str] = mapped_column(String(32))
+    turn_id: Mapped[str] = mapped_column(primary_key=True)
+    writer: Mapped[str]
     seq: Mapped[int] = mapped_column(BigInteger)
     request_id: Mapped[str]
     session_key: Mapped[str] = mapped_column(ForeignKey("sessions.session_key"))
@@ -155,7 +154,7 @@ class TrajectoryRow(Base):
         Index(None, "tenant_id", "group_key"),
     )
 
-    trajectory_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    trajectory_id: Mapped[str] = mapped_column(primary_key=True)
     session_key: Mapped[str] = mapped_column(ForeignKey("sessions.session_key"))
     segment: Mapped[int]
     session_id: Mapped[str]
@@ -179,7 +178,7 @@ class TrajectoryRow(Base):
     state_reason: Mapped[str]
     reward: Mapped[float | None]
     reward_status: Mapped[str | None]
-    claim_run_id: Mapped[str | None] = mapped_column(String(32), index=True)
+    claim_run_id: Mapped[str | None] = mapped_column(index=True)
     created_at: Mapped[float]
     updated_at: Mapped[float]
     retention_until: Mapped[float | None]
@@ -229,7 +228,7 @@ class FeedbackRow(Base):
     __tablename__ = "feedback"
     __table_args__ = (Index(None, "tenant_id", "session_id"),)
 
-    feedback_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    feedback_id: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[str]
     key_id: Mapped[str]
     at: Mapped[float]
@@ -243,7 +242,7 @@ class FeedbackRow(Base):
 class JournalCursorRow(Base):
     __tablename__ = "journal_cursors"
 
-    writer: Mapped[str] = mapped_column(String(32), primary_key=True)
+    writer: Mapped[str] = mapped_column(primary_key=True)
     segment: Mapped[int]
     offset: Mapped[int] = mapped_column(BigInteger)
     last_seq: Mapped[int] = mapped_column(BigInteger)

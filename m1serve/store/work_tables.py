@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, ForeignKey, Index, String, UniqueConstraint, text
+from sqlalchemy import BigInteger, ForeignKey, Index, UniqueConstraint, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from m1serve.store.tables import Base
@@ -15,7 +15,7 @@ class JobRow(Base):
         Index(None, "state", "run_after"),
     )
 
-    job_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    job_id: Mapped[str] = mapped_column(primary_key=True)
     kind: Mapped[str]
     key: Mapped[str]
     payload: Mapped[dict[str, object]]
@@ -24,7 +24,7 @@ class JobRow(Base):
     run_after: Mapped[float]
     sent_at: Mapped[float | None]
     lease_until: Mapped[float | None]
-    token: Mapped[str | None] = mapped_column(String(32))
+    token: Mapped[str | None]
     attempts: Mapped[int]
     max_attempts: Mapped[int]
     error: Mapped[str | None]
@@ -36,7 +36,7 @@ class RunRow(Base):
     __tablename__ = "runs"
     __table_args__ = (Index(None, "state", "lease_until"),)
 
-    run_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    run_id: Mapped[str] = mapped_column(primary_key=True)
     model_id: Mapped[str]
     trigger: Mapped[str]
     overrides: Mapped[dict[str, object]]
@@ -45,7 +45,7 @@ class RunRow(Base):
     phase: Mapped[str]
     reason: Mapped[str]
     owner: Mapped[str | None]
-    token: Mapped[str | None] = mapped_column(String(32))
+    token: Mapped[str | None]
     fence: Mapped[int] = mapped_column(BigInteger)
     """How often it was claimed; the holder of the newest is the only writer."""
     lease_s: Mapped[float]
