@@ -12,7 +12,7 @@ def children(settings: Settings) -> list[ChildSpec]:
     """The server stops first, so that nothing new comes in; the sidecar last: all is written."""
     return [
         _child("server", settings, "serve", num_threads=settings.engine.num_threads, stop_order=0),
-        _child("worker", settings, "worker", "--beat", num_threads=1, stop_order=1),
+        _child("worker", settings, "worker", num_threads=1, stop_order=1),
         _child(
             "trainer", settings, "trainer", num_threads=settings.train.num_threads, stop_order=1
         ),

@@ -1,5 +1,141 @@
-"""stub"""
+"""`m1serve doctor`: what would keep the product from working here, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from m1serve.cli import options, readiness
+from m1serve.cli.ports import is_free
+from m1serve.errors import M1ServeError
+
+if TYPE_CHECKING:
+    from m1serve.config import Settings
+
+MIN_FREE_BYTES = 2 * 2**30
+PACKAGES = ("torch", "ray", "celery", "sqlalchemy", "fastapi", "openai", "tokenizers")
 
 
-def doctor() -> None:
-    """stub"""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    subject: str
+    is_good: bool
+    text: str
+
+
+def doctor(
+    config: options.ConfigFile = None,
+    home: options.Home = None,
+    overrides: options.Overrides = None,
+    model: options.Model = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Checks packages, disk, model, database, weights and ports. Exit code 1 when one is wrong."""
+    settings = options.read_settings(config=config, home=home, overrides=overrides, model=model)
+    console = Console()
+    findings: list[Finding] = []
+    for finding in examine(settings):
+        findings.append(finding)
+        if not as_json:
+            mark = "[green]ok   [/green]" if finding.is_good else "[red]wrong[/red]"
+            console.print(f"{mark} {finding.subject}: {finding.text}", highlight=False)
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    raise typer.Exit(0 if all(finding.is_good for finding in findings) else 1)
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """One finding a subject; a failed check never hides the next."""
+    checks: dict[str, Callable[[Settings], str]] = {
+        "python": _python,
+        "packages": _packages,
+        "home": _home,
+        "model": _model,
+        "database": _database,
+        "weights": _weights,
+        "server": _server,
+    }
+    for subject, check in checks.items():
+        try:
+            yield Finding(subject=subject, is_good=True, text=check(settings))
+        except (M1ServeError, OSError, PackageNotFoundError) as error:
+            yield Finding(subject=subject, is_good=False, text=str(error))
+
+
+class Unfit(M1ServeError):
+    """What a check found wrong, and what to do."""
+
+
+def _python(_: Settings) -> str:
+    return f"{sys.version.split()[0]}, {os.cpu_count()} cores"
+
+
+def _packages(_: Settings) -> str:
+    return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+
+
+def _home(settings: Settings) -> str:
+    existing = settings.home
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise Unfit(f"{existing} cannot be written; choose another --home")
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < MIN_FREE_BYTES:
+        raise Unfit(f"{free_bytes / 2**30:.1f} GiB free at {existing}, 2 wanted; free some")
+    return f"{settings.home}, {free_bytes / 2**30:.0f} GiB free"
+
+
+def _model(settings: Settings) -> str:
+    from m1serve.chat.tokenizer import ChatTokenizer
+    from m1serve.model.checkpoint import read_config
+
+    config = read_config(settings.model_dir)
+    tokenizer = ChatTokenizer.load(settings.model_dir)
+    return (
+        f"{settings.model_dir}, {config.num_hidden_layers} layers of width {config.hidden_size}, "
+        f"{tokenizer.vocab_size} tokens"
+    )
+
+
+def _database(settings: Settings) -> str:
+    if not settings.home.exists() and settings.database_url is None:
+        return "none yet; the first `m1serve up` makes it"
+    with options.open_store(settings) as store:
+        return f"{len(store.weights.list(settings.model.model_id))} weight versions on record"
+
+
+def _weights(settings: Settings) -> str:
+    from pathlib import Path
+
+    from m1serve.model.weights import verify_version
+
+    if not settings.home.exists() and settings.database_url is None:
+        return "none yet; the first `m1serve up` imports the model"
+    with options.open_store(settings) as store:
+        target = store.weights.target(settings.model.model_id)
+    if target is None:
+        raise Unfit("no version should serve; run `m1serve up` or `m1serve weights init`")
+    manifest = verify_version(Path(target.path))
+    return f"{target.weights_version} should serve; its {len(manifest.tensors)} tensors are intact"
+
+
+def _server(settings: Settings) -> str:
+    serve = settings.serve
+    if readiness.answers(serve.host, serve.port):
+        return f"answers at http://{serve.host}:{serve.port}"
+    taken = [p for p in (serve.port, serve.admin_port) if not is_free(serve.host, p)]
+    if taken:
+        raise Unfit(
+            f"port {taken[0]} is taken by something that is no m1serve; use --set serve.port"
+        )
+    return f"not running; ports {serve.port} and {serve.admin_port} are free"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +16,7 @@ from m1serve.errors import ConfigError
 
 if TYPE_CHECKING:
     from m1serve.config import Settings
+    from m1serve.store import Store
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 Home = Annotated[
@@ -112,3 +116,29 @@ def settings_environment(settings: Settings) -> dict[str, str]:
             is_plain = isinstance(value, str)
             environment[f"M1SERVE_{name.upper()}"] = value if is_plain else json.dumps(value)
     return environment
+
+
+@contextmanager
+def open_store(settings: Settings, *, must_exist: bool = True) -> Iterator[Store]:
+    """The store of these settings. Raises ConfigError instead of making one in a mistyped home."""
+    from m1serve.store import Store, load_tenant_key
+
+    file = Path(settings.database.removeprefix("sqlite:///"))
+    if must_exist and settings.database.startswith("sqlite:///") and not file.exists():
+        raise ConfigError(f"no database at {file}; give the --home of a server that has run")
+    store = Store.open(
+        settings.database,
+        tenant_key=load_tenant_key(settings.home),
+        job_max_attempts=settings.score.max_attempts,
+    )
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def log_to_stderr() -> None:
+    """For the processes that `up` starts: their standard error is their log."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )

@@ -102,7 +102,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_with_its_group(tmp_path: P
     stop.set()
     await task
     assert time.monotonic() - started < 3
-    assert not is_alive(grandchild)
+    await asyncio.to_thread(wait_until, lambda: not is_alive(grandchild))
 
 
 async def test_what_a_crashed_child_leaves_behind_is_ended(tmp_path: Path) -> None:

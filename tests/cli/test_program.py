@@ -1,0 +1,98 @@
+"""The program as a user meets it: light help, one line and exit code 2 for what cannot work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "ray", "celery", "sqlalchemy", "fastapi", "openai", "numpy", "matplotlib")
+COMMANDS = (
+    "up",
+    "serve",
+    "worker",
+    "trainer",
+    "sidecar",
+    "retrain",
+    "sft",
+    "weights",
+    "trajectories",
+    "chat",
+    "demo",
+    "doctor",
+)
+
+
+def m1serve(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("M1SERVE_")}
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "m1serve.cli", *arguments],
+        cwd=cwd,
+        env={**environment, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_names_every_command(tmp_path: Path) -> None:
+    done = m1serve("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert [name for name in COMMANDS if f" {name} " not in done.stdout] == []
+
+
+def test_the_command_line_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys, m1serve.cli.app as app\n"
+        "try: app.app(['--help'])\n"
+        "except SystemExit: pass\n"
+        f"print([n for n in {HEAVY!r} if n in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
+    done = m1serve(command, "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("weights", "list"), "no database at"),
+        (("weights", "list", "--set", "trian.lr=1"), "trian"),
+        (("doctor", "--config", "missing.toml"), "no settings file"),
+        (("up", "--port", "8123", "--admin-port", "8123"), "the same port 8123"),
+        (("retrain", "--train", "learning_rate=1"), "no such setting: learning_rate"),
+        (("chat", "hello", "--base-url", "http://127.0.0.1:9/v1"), "is `m1serve up` running?"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_code_2(
+    arguments: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    done = m1serve(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("m1serve: ")
+
+
+def test_doctor_names_a_broken_model_directory(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    done = m1serve("doctor", "--json", "--home", "h", "--model", "model", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    findings = {f["subject"]: f for f in json.loads(done.stdout)}
+    assert not findings["model"]["is_good"]
+    assert "model" in findings["model"]["text"]
+    assert findings["home"]["is_good"]
+    assert not (tmp_path / "h").exists()
