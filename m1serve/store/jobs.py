@@ -189,7 +189,7 @@ class Jobs:
         """By state."""
         query = select(JobRow.state, func.count()).group_by(JobRow.state)
         with self._db.read() as session:
-            return dict(session.execute(query).tuples().all())
+            return {row[0]: row[1] for row in session.execute(query)}
 
     def _bury_spent(self, job_id: str, at: float) -> None:
         with self._db.write() as session:

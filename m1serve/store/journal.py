@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from struct import error as struct_error
 
@@ -45,12 +46,14 @@ class JournalWriter:
         writer_id: str | None = None,
         segment_bytes: int = 64 * 2**20,
         max_queued: int = 65_536,
+        write: Callable[[int, memoryview], int] = os.write,
     ) -> None:
         self.writer = writer_id or uuid.uuid4().hex
         self._directory = directory / self.writer
         self._lock_fd = _create_writer_dir(directory, self.writer)
         self._segment_bytes = segment_bytes
         self._max_queued = max_queued
+        self._write_bytes = write
         self._queue: queue.SimpleQueue[JournalEntry | threading.Event | None] = queue.SimpleQueue()
         self._seq_lock = threading.Lock()
         self._next_seq = 0
@@ -146,7 +149,9 @@ class JournalWriter:
                 self._drop([entry], f"it cannot be encoded: {error}")
         try:
             if self._segment is None:
-                self._segment = _Segment.create(segment_path(self._directory, batch[0].seq))
+                self._segment = _Segment.create(
+                    segment_path(self._directory, batch[0].seq), self._write_bytes
+                )
             self._segment.append(b"".join(frames))
         except OSError as error:
             self._drop(batch, f"{self._directory} cannot be written: {error}")
@@ -193,15 +198,18 @@ class JournalWriter:
 class _Segment:
     """An open segment file; `num_bytes` of it are whole frames."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(
+        self, path: Path, descriptor: int, write: Callable[[int, memoryview], int]
+    ) -> None:
         self._path = path
         self._fd = descriptor
+        self._write = write
         self.num_bytes = 0
 
     @classmethod
-    def create(cls, path: Path) -> _Segment:
+    def create(cls, path: Path, write: Callable[[int, memoryview], int]) -> _Segment:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        segment = cls(path, descriptor)
+        segment = cls(path, descriptor, write)
         try:
             segment.append(MAGIC)
             sync_dir(path.parent)
@@ -213,7 +221,7 @@ class _Segment:
     def append(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
-            view = view[os.write(self._fd, view) :]
+            view = view[self._write(self._fd, view) :]
         os.fdatasync(self._fd)
         self.num_bytes += len(data)
 

@@ -206,7 +206,7 @@ class Ledger:
 
     def _counts(self, query: Select[str, int]) -> dict[str, int]:
         with self._db.read() as session:
-            return dict(session.execute(query).tuples().all())
+            return {row[0]: row[1] for row in session.execute(query)}
 
 
 def _session_view(row: SessionRow) -> SessionView:

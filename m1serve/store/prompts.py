@@ -68,7 +68,7 @@ def load_blocks(session: Session, block_ids: Iterable[bytes]) -> dict[bytes, byt
     for start in range(0, len(names), 500):
         query = select(PromptBlockRow.block_id, PromptBlockRow.ids)
         part = query.where(PromptBlockRow.block_id.in_(names[start : start + 500]))
-        found.update(session.execute(part).tuples().all())
+        found.update({row[0]: row[1] for row in session.execute(part)})
     return found
 
 
