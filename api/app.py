@@ -27,8 +27,12 @@ def create_app(
     tokenizer: ChatTokenizer,
     *,
     metrics: Metrics | None = None,
+    is_behind_proxy: bool = False,
 ) -> FastAPI:
-    """The engine and the journal stay the caller's: it closes them."""
+    """The engine and the journal stay the caller's: it closes them.
+
+    `is_behind_proxy`: requests come with an x-request-id that the proxy itself sends back.
+    """
     numerics = f"{settings.engine.kind}:{settings.train.serving_dtype}"
     serving = Serving(
         engine=engine,
@@ -44,5 +48,5 @@ def create_app(
     app.include_router(feedback_router(serving))
     app.include_router(models_router(serving))
     add_error_handlers(app)
-    app.add_middleware(RequestLog, metrics=serving.metrics)
+    app.add_middleware(RequestLog, metrics=serving.metrics, is_behind_proxy=is_behind_proxy)
     return app

@@ -112,7 +112,8 @@ def _generate_request(
     ids, system_end = match.prompt.ids, match.prompt.system_end
     room = capabilities.max_model_len
     return GenerateRequest(
-        id=request_id,
+        # a proxy's name for a request may come twice at a time; the engine's must not
+        id=f"{request_id}-{uuid.uuid4().hex[:8]}",
         prompt_ids=ids,
         sampling=to_sampling(request, model, capabilities.vocab_size),
         limits=to_limits(request, model, room=room, num_prompt=len(ids)),

@@ -6,6 +6,7 @@ Labels never carry ids of requests, sessions or keys.
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -52,7 +53,9 @@ class Metrics:
         self.generation_seconds = self._histogram(
             "generation_seconds", "Start of generation to last byte of the answer"
         )
-        self.open_responses = self._gauge("open_responses", "Answers being generated or sent")
+        self.open_responses = self._gauge(
+            "open_responses", "Answers being generated or sent", across="livesum"
+        )
 
     def _declare_engine(self) -> None:
         self.running = self._gauge("engine_running_sequences", "Sequences that decode")
@@ -65,7 +68,7 @@ class Metrics:
 
     def _declare_capture(self) -> None:
         self.capture_dropped = self._gauge(
-            "capture_dropped_records", "Records the journal could not take"
+            "capture_dropped_records", "Records the journal could not take", across="livesum"
         )
         self.capture_lag_seconds = self._gauge(
             "capture_lag_seconds", "Age of the oldest record not yet in the ledger"
@@ -84,13 +87,12 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"m1serve_{name}", text, labels, registry=self.registry)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+    def _gauge(
+        self, name: str, text: str, *labels: str, across: Literal["livesum", "livemax"] = "livemax"
+    ) -> Gauge:
+        """`across` processes: most look at one thing, so that the largest says it."""
         return Gauge(
-            f"m1serve_{name}",
-            text,
-            labels,
-            registry=self.registry,
-            multiprocess_mode="livesum",
+            f"m1serve_{name}", text, labels, registry=self.registry, multiprocess_mode=across
         )
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:

@@ -35,6 +35,7 @@ class ChatTokenizer:
     def __init__(self, tokenizer_json: str, *, source: str = "tokenizer.json") -> None:
         raw = json.loads(tokenizer_json)
         _require_byte_level(raw, source)
+        self._json = tokenizer_json
         self.digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
         self._control = Tokenizer.from_str(tokenizer_json)
         self._text = Tokenizer.from_str(json.dumps(_without_added_tokens(raw)))
@@ -74,6 +75,10 @@ class ChatTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Control tokens and tags are kept; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(map(self._bytes_of.__getitem__, ids)).decode("utf-8", "replace")
+
+    def to_json(self) -> str:
+        """The tokenizer.json it was made from."""
+        return self._json
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes_of[token_id]
