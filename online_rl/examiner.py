@@ -9,6 +9,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from m1serve.chat.tokenizer import ChatTokenizer
@@ -136,10 +137,14 @@ class Examiner:
 
 
 async def golden_gap_on(engine: Engine, manifest: Manifest) -> float:
+    """Mean |logprob − recorded| under the engine's own numerics; nan without golden sequences."""
     gaps: list[float] = []
     for golden in manifest.golden:
-        scored = await engine.score(golden.token_ids)
-        gaps += [abs(a - b) for a, b in zip(scored.logprobs, golden.logprobs, strict=True)]
+        # an untrained model samples padding of the vocabulary, which no engine reads
+        ids = tuple(takewhile(lambda t: t < engine.capabilities.vocab_size, golden.token_ids))
+        scored = await engine.score(ids)
+        recorded = golden.logprobs[: len(ids) - 1]
+        gaps += [abs(a - b) for a, b in zip(scored.logprobs, recorded, strict=True)]
     return math.fsum(gaps) / len(gaps) if gaps else math.nan
 
 

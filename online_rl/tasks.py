@@ -189,7 +189,7 @@ def _add_tasks(app: Celery, worker: ScoreWorker) -> None:
         RETRAIN: worker.retrain,
     }
     for name, body in bodies.items():
-        app.task(name=name, time_limit=TASK_LIMIT_S)(_edge(name, body))
+        app.task(name=name, shared=False)(_edge(name, body))
 
 
 def _edge(name: str, body: Callable[..., object]) -> Callable[..., object]:

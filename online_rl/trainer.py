@@ -52,9 +52,17 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
 
 class Trainer:
     def __init__(
-        self, *, store: Store, settings: Settings, tok: ChatTokenizer, sandbox: Sandbox, owner: str
+        self,
+        *,
+        store: Store,
+        settings: Settings,
+        tok: ChatTokenizer,
+        sandbox: Sandbox,
+        owner: str,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.store, self.settings, self.owner = store, settings, owner
+        self.heartbeat_s = heartbeat_s
         self.examiner = Examiner(
             store=store,
             tok=tok,
@@ -113,7 +121,7 @@ class Trainer:
         is_lost, is_over = threading.Event(), threading.Event()
 
         def beat() -> None:
-            while not is_over.wait(HEARTBEAT_S):
+            while not is_over.wait(self.heartbeat_s):
                 if stop.is_set():
                     is_lost.set()
                     return

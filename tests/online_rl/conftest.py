@@ -153,6 +153,6 @@ def sampled_completion(
     return ids[len(prompt) :], logprobs.tolist()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def sample() -> Callable[..., tuple[list[int], list[float]]]:
     return sampled_completion
