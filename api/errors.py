@@ -28,10 +28,14 @@ def error_body(error: BaseException) -> dict[str, object]:
             "code": error.code,
         }
     if isinstance(error, M1ServeError):
-        return {"message": str(error), "type": kind, "param": None, "code": "engine_error"}
+        return {"message": str(error), "type": kind, "param": None, "code": _code(error)}
     # whatever else it was may tell about the machine: it goes to the log only
     message = "The server failed on this request; its log has the details under x-request-id."
     return {"message": message, "type": kind, "param": None, "code": "internal_error"}
+
+
+def _code(error: M1ServeError) -> str:
+    return "engine_error" if isinstance(error, EngineError) else "internal_error"
 
 
 def error_status(error: BaseException) -> int:
@@ -52,13 +56,9 @@ def error_response(error: BaseException) -> Response:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    async def on_known(_: Request, error: Exception) -> Response:
-        if isinstance(error, EngineError):
-            logger.error("engine failed: %s", error)
-        return error_response(error)
-
-    async def on_unknown(request: Request, error: Exception) -> Response:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    async def on_known(request: Request, error: Exception) -> Response:
+        if not isinstance(error, RequestError):
+            logger.error("request %s: %s", request.state.request_id, error)
         return error_response(error)
 
     async def on_http(request: Request, error: Exception) -> Response:
@@ -76,4 +76,3 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(M1ServeError, on_known)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(Exception, on_unknown)

@@ -27,6 +27,10 @@ ABORT_WAIT_S = 1.0
 """How long the engine may take to hand over what an aborted request had sampled."""
 
 
+class _ClientGone(Exception):
+    pass
+
+
 class LiveResponse(Response):
     """Owns the exchange: generates, sends and settles it."""
 
@@ -61,8 +65,7 @@ class LiveResponse(Response):
         """Returns whether the whole answer was handed over."""
         try:
             await (self._send_stream(send) if self._is_stream else self._send_body(send))
-        except OSError:
-            # uvicorn's word for a client that hung up
+        except _ClientGone:
             return False
         except Exception as error:  # noqa: BLE001 - the HTTP edge: logs, tells the client
             self._log(error)
@@ -107,17 +110,24 @@ class LiveResponse(Response):
             wait_s = self._sent_at + self._keep_alive_s - loop.time()
             if wait_s > 0:
                 await anyio.sleep(wait_s)
-            else:
+                continue
+            try:
                 await self._send(send, KEEP_ALIVE if self._is_stream else b" ")
+            except _ClientGone:
+                await self._exchange.abort()
+                return
 
     async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
         async with self._sending:
-            if not self._is_begun:
-                self._is_begun = True
-                size = len(data) if is_last else None
-                headers = self._head(size)
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+            try:
+                if not self._is_begun:
+                    self._is_begun = True
+                    headers = self._head(len(data) if is_last else None)
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+            except OSError:
+                # uvicorn's word for a client that hung up
+                raise _ClientGone from None
             self._sent_at = asyncio.get_running_loop().time()
 
     def _head(self, size: int | None) -> list[tuple[bytes, bytes]]:

@@ -157,12 +157,16 @@ class FakeEngine:
         self.running.clear()
 
 
+class Kept(list[JournalRecord]):
+    """A journal in memory."""
+
+
 @dataclass
 class World:
     """One server with what it was built from."""
 
     engine: FakeEngine
-    journal: list[JournalRecord]
+    journal: Kept
     url: str
     client: AsyncOpenAI
     settings: Settings = field(default_factory=Settings)
@@ -225,7 +229,7 @@ def serve(tok: ChatTokenizer) -> Serve:
         settings = Settings(
             **{"model": {"model_id": "fake", "aliases": ["m1/alias"]}, **sections}  # type: ignore[arg-type]
         )
-        engine, journal = FakeEngine(tok, *replies), list[JournalRecord]()
+        engine, journal = FakeEngine(tok, *replies), Kept()
         async with (
             running(create_app(engine, journal, settings, tok)) as url,
             # loading certificates takes longer than most tests

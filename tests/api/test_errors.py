@@ -181,6 +181,15 @@ async def test_a_failure_of_a_whole_answer_is_a_500(world: Any) -> None:
     assert "a detail" in answer.json()["error"]["message"]
 
 
+async def test_what_nobody_foresaw_is_a_500_with_its_id(world: Any) -> None:
+    world.journal.append = None
+    async with httpx.AsyncClient(verify=False) as http:
+        answer = await http.post(f"{world.url}/v1/sessions/s/end")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert answer.headers["x-request-id"]
+
+
 async def test_an_abort_by_the_server_may_be_sent_again(world: Any, eventually: Any) -> None:
     world.engine.replies, world.engine.delay_s = ["Hello there"], 0.01
     asking = asyncio.create_task(post(world, {"model": "fake", "messages": HI}))
