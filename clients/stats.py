@@ -26,7 +26,9 @@ def wilson(successes: float, num: int, *, z: float = Z_95) -> Interval:
     scale = 1 + z * z / num
     centre = (rate + z * z / (2 * num)) / scale
     half = z / scale * math.sqrt(rate * (1 - rate) / num + z * z / (4 * num * num))
-    return Interval(value=rate, low=max(0.0, centre - half), high=min(1.0, centre + half))
+    # rounding may put the rate itself a hair outside
+    low, high = min(rate, max(0.0, centre - half)), max(rate, min(1.0, centre + half))
+    return Interval(value=rate, low=low, high=high)
 
 
 def paired_gain(

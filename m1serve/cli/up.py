@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -62,7 +63,7 @@ def up(
         ports = {"serve.port": settings.serve.port, "serve.admin_port": settings.serve.admin_port}
         require_free(settings.serve.host, ports)
         with console.status("preparing the store and the first weights"):
-            prepare_home(settings)
+            settings = prepare_home(settings)
         try:
             asyncio.run(_supervise(settings, console, ready_file))
         finally:
@@ -70,8 +71,11 @@ def up(
                 ready_file.unlink(missing_ok=True)
 
 
-def prepare_home(settings: Settings) -> None:
-    """Store migrated, first version registered: in a process of its own, which may import torch."""
+def prepare_home(settings: Settings) -> Settings:
+    """Store migrated, first version registered: in a process of its own, which may import torch.
+
+    Returns settings that name the imported model directory, so that every role reads the same one.
+    """
     environment = tied_environment(options.settings_environment(settings), num_threads=1)
     done = subprocess.run(
         own_command("weights", "init"), env=environment, capture_output=True, text=True, check=False
@@ -79,6 +83,9 @@ def prepare_home(settings: Settings) -> None:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(last.removeprefix("m1serve: "))
+    model_dir = Path(json.loads(done.stdout)["model_dir"])
+    model = settings.model.model_copy(update={"path": model_dir})
+    return settings.model_copy(update={"model": model})
 
 
 async def _supervise(settings: Settings, console: Console, ready_file: Path | None) -> None:
@@ -128,6 +135,7 @@ def _announce(
         f"  try   m1serve chat --base-url {url} 'where is my order 4217?'\n"
         f"  stop  Ctrl-C or kill {os.getpid()}",
         highlight=False,
+        soft_wrap=True,
     )
     if ready_file is not None:
         facts: dict[str, object] = {"url": url, "admin_url": admin_url, "pid": os.getpid()}
