@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-import math
 import time
 from collections.abc import Iterable
 
@@ -38,7 +36,6 @@ class EngineCore:
         self._sampler = Sampler(vocab_size=vocab_size, device=str(model.embed_tokens.weight.device))
         self._waiting = WaitingQueue()
         self._open: dict[str, Generation] = {}
-        self._deadlines: list[tuple[float, int, Generation]] = []
         self._sampled_tokens = self._prefilled_tokens = self._cached_tokens = 0
         self._num_swaps = 0
         self._batches = [self._new_batch(model, weights_version)]
@@ -79,9 +76,6 @@ class EngineCore:
             return
         self._open[generation.request.id] = generation
         self._waiting.push(generation)
-        if math.isfinite(generation.deadline_s):
-            entry = (generation.deadline_s, generation.order, generation)
-            heapq.heappush(self._deadlines, entry)
 
     def abort(self, request_id: str) -> None:
         generation = self._open.get(request_id)
@@ -129,10 +123,8 @@ class EngineCore:
         self.outbox.flush()
 
     def _end_overdue(self, now_s: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            generation = heapq.heappop(self._deadlines)[2]
-            if self._open.get(generation.request.id) is generation:
-                self._end(generation, OVERDUE)
+        for generation in [g for g in self._open.values() if g.deadline_s <= now_s]:
+            self._end(generation, OVERDUE)
 
     def _read_prompts(self) -> None:
         """Places what waits and reads prompts until the step's budget is used."""

@@ -146,8 +146,8 @@ class Generation:
     request: GenerateRequest
     outlet: Outlet
     order: int
-    arrival_s: float
-    """time.monotonic()"""
+    deadline_s: float = math.inf
+    """time.monotonic() at which it is aborted"""
     is_cacheable: bool = True
     """False for scoring: it reads everything and leaves no snapshots."""
     sequences: list[Sequence] = field(default_factory=list)
@@ -162,11 +162,6 @@ class Generation:
     prompt_logprobs: list[float] = field(default_factory=list)
     is_started: bool = False
     is_queued: bool = False
-
-    @property
-    def deadline_s(self) -> float:
-        limit = self.request.limits.deadline_s
-        return math.inf if limit is None else self.arrival_s + limit
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -182,12 +182,13 @@ class LocalEngine:
                 f"{self._num_waiting} requests are waiting, the limit is "
                 f"{self._settings.max_waiting}; try again later"
             )
+        limit_s = request.limits.deadline_s
         outlet = Outlet(self._core.outbox, asyncio.get_running_loop())
         generation = Generation(
             request=request,
             outlet=outlet,
             order=next(self._orders),
-            arrival_s=time.monotonic(),
+            deadline_s=math.inf if limit_s is None else time.monotonic() + limit_s,
             is_cacheable=is_cacheable,
         )
         generation.sequences = [self._choice(generation, i) for i in range(request.n)]

@@ -12,13 +12,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from ray import serve
 from ray.serve import Application
 
 from m1serve.config import Settings
 from m1serve.engine.base import Engine
-from m1serve.engine.launch import first_version, start_engine
+from m1serve.engine.launch import first_version, start_engine, tune_process
 from m1serve.engine.watcher import VersionWatcher
 from m1serve.errors import M1ServeError
 from m1serve.store import Store
@@ -130,7 +129,7 @@ class EngineReplica:
 
 
 def _start(settings: Settings, version: VersionRef) -> Engine:
-    torch.set_num_threads(settings.engine.num_threads)
+    tune_process(settings)
     return start_engine(settings, version)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import os
@@ -20,10 +21,12 @@ from m1serve.engine.base import Engine
 from m1serve.engine.local import LocalEngine
 from m1serve.engine.script import ScriptedReply
 from m1serve.engine.scripted import ScriptedEngine
+from m1serve.model.checkpoint import load_model
 from m1serve.model.tiny import tiny_model_dir
-from m1serve.model.weights import load_version, version_path, write_version
+from m1serve.model.weights import version_path, write_version
 from m1serve.types import (
     Delta,
+    EngineStats,
     GenerateRequest,
     Limits,
     Sampling,
@@ -50,8 +53,6 @@ def weights_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("weights")
     for number in (0, 1):
         model_dir = tiny_model_dir(root / f"model{number}", seed=number)
-        from m1serve.model.checkpoint import load_model
-
         write_version(
             root,
             weights_version=f"tiny@{number}",
@@ -76,6 +77,11 @@ def versions(weights_root: Path) -> tuple[VersionRef, VersionRef]:
 @pytest.fixture(scope="session")
 def tok(weights_root: Path) -> ChatTokenizer:
     return ChatTokenizer.load(version_path(weights_root, "tiny@0") / "serving")
+
+
+@pytest.fixture
+def settings() -> EngineSettings:
+    return SETTINGS
 
 
 @dataclass
@@ -118,6 +124,13 @@ class Rig:
     def long_winded(self) -> Sampling:
         """Never ends by itself, the same every time."""
         return Sampling(seed=7, logit_bias=((self.tok.eos_id, -100.0),))
+
+    async def stats(self) -> EngineStats:
+        """As of now: what is remote is asked again."""
+        refresh = getattr(self.engine, "refresh", None)
+        if refresh is not None:
+            await refresh()
+        return self.engine.stats()
 
     def request(self, *, max_tokens: int = 12, **fields: Any) -> GenerateRequest:
         fields.setdefault("prompt_ids", self.prompt())
@@ -170,6 +183,22 @@ async def local(
 
 
 @pytest_asyncio.fixture
+async def make_rig(
+    versions: tuple[VersionRef, VersionRef], tok: ChatTokenizer
+) -> AsyncIterator[Callable[..., Rig]]:
+    """For engines built by the test itself."""
+    engines: list[Engine] = []
+
+    def make(build: Callable[..., Engine], **how: Any) -> Rig:
+        engines.append(build(versions, tok, SETTINGS, **how))
+        return Rig(engines[-1], tok)
+
+    yield make
+    for engine in engines:
+        await engine.close()
+
+
+@pytest_asyncio.fixture
 async def scripted(
     versions: tuple[VersionRef, VersionRef], tok: ChatTokenizer
 ) -> AsyncIterator[StartRig]:
@@ -186,14 +215,15 @@ async def scripted(
 
 
 @pytest.fixture(scope="session")
-def ray_serve() -> Iterator[None]:
+def ray_apps() -> Iterator[dict[str, Any]]:
+    """Handles of the applications that were started, by the settings they run with."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     import ray
     from ray import serve
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield
+    yield {}
     serve.shutdown()
     ray.shutdown()
 
@@ -202,41 +232,46 @@ def ray_serve() -> Iterator[None]:
 async def over_ray(
     versions: tuple[VersionRef, VersionRef], tok: ChatTokenizer, request: pytest.FixtureRequest
 ) -> AsyncIterator[StartRig]:
-    """One application a set of settings; all tests with the same settings share it."""
-    request.getfixturevalue("ray_serve")
-    import asyncio
-
+    """Tests with the same settings share an application; each begins on the first version."""
+    apps: dict[str, Any] = request.getfixturevalue("ray_apps")
     from ray import serve
 
     from m1serve.engine.remote import RemoteEngine
     from m1serve.engine.replica import engine_app
 
-    engines: list[Engine] = []
-    apps: list[str] = []
+    engines: list[RemoteEngine] = []
 
     async def start(**changes: Any) -> Rig:
         settings = Settings(
             engine=SETTINGS.model_copy(update=changes), model=ModelSettings(model_id="tiny")
         )
-        name = f"engine{len(apps)}-{request.node.name}"
-        app = engine_app(settings, version=versions[0])
-        handle = await asyncio.to_thread(serve.run, app, name=name, route_prefix=None)
-        apps.append(name)
-        engine = await RemoteEngine.connect(handle)
+        key = settings.engine.model_dump_json()
+        if key not in apps:
+            app = engine_app(settings, version=versions[0])
+            name = f"engine{len(apps)}"
+            apps[key] = await asyncio.to_thread(serve.run, app, name=name, route_prefix=None)
+        engine = await RemoteEngine.connect(apps[key])
+        await engine.load(versions[0])
         engines.append(engine)
         return Rig(engine, tok)
 
     yield start
     for engine in engines:
         await engine.close()
-    for name in apps:
-        await asyncio.to_thread(serve.delete, name, _blocking=False)
 
 
 KINDS = [
     "local",
     "scripted",
-    pytest.param("over_ray", marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
+    pytest.param(
+        "over_ray",
+        # Ray warns about itself when it is imported and when its processes end
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.timeout(300),
+            pytest.mark.filterwarnings("ignore"),
+        ],
+    ),
 ]
 
 

@@ -1,0 +1,151 @@
+"""Sampling speed of LocalEngine beside the raw model, on random weights of nano's size. JSON out.
+
+    python benchmarks/engine.py [--rows 1 16 64 128] [--tokens 64] [--rounds 3]
+
+Raw is the least a sampler must do: forward, logits, softmax, draw. Both run in turn in one
+process, so the ratio means something on a machine that others use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from m1serve.chat.tokenizer import ChatTokenizer
+from m1serve.config import EngineSettings
+from m1serve.engine.local import LocalEngine
+from m1serve.engine.staging import Staged
+from m1serve.model.config import M1Config
+from m1serve.model.hybrid import M1ForCausalLM
+from m1serve.model.state import SequenceState
+from m1serve.model.tiny import random_model, tiny_tokenizer
+from m1serve.types import Delta, GenerateRequest, Limits
+
+VOCAB_SIZE = 896
+PROMPT = tuple(range(100, 150))
+
+
+def nano_config(vocab_size: int) -> M1Config:
+    return M1Config(
+        vocab_size=vocab_size,
+        hidden_size=192,
+        num_hidden_layers=8,
+        attn_type_list=(0, 0, 0, 0, 0, 0, 0, 1),
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        rotary_dim=16,
+        rope_theta=10_000.0,
+        intermediate_size=256,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        layernorm_full_attention_alpha=2.0,
+        layernorm_full_attention_beta=1.0,
+        layernorm_linear_attention_alpha=2.0,
+        layernorm_linear_attention_beta=1.0,
+        layernorm_mlp_alpha=2.0,
+        layernorm_mlp_beta=1.0,
+        postnorm=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def talkative_model(vocab_size: int, eos_id: int) -> M1ForCausalLM:
+    """Never samples its end of sentence: that logit is 0, the others are spread widely."""
+    model = random_model(nano_config(vocab_size)).requires_grad_(False)
+    model.lm_head.weight.mul_(6)
+    model.lm_head.weight[eos_id] = 0
+    return model
+
+
+def filled_tokenizer(vocab_size: int) -> ChatTokenizer:
+    """As many ids as the model has, whatever they mean."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<filler {i}>" for i in range(vocab_size - tokenizer.get_vocab_size())])
+    return ChatTokenizer(tokenizer.to_str())
+
+
+@torch.inference_mode()
+def raw_tokens_per_s(model: M1ForCausalLM, num_rows: int, num_tokens: int) -> float:
+    state = SequenceState.allocate(model.config, num_rows, len(PROMPT) + num_tokens + 1)
+    hidden, state = model.hidden(torch.tensor([PROMPT] * num_rows), state)
+    last = hidden[:, -1]
+    begin = time.perf_counter()
+    for _ in range(num_tokens):
+        logprobs = torch.log_softmax(model.logits(last), -1)
+        token = torch.multinomial(logprobs.exp(), 1)
+        picked, ids = logprobs.gather(1, token).tolist(), token.tolist()
+        assert len(picked) == len(ids)
+        hidden, state = model.hidden(token, state)
+        last = hidden[:, 0]
+    return num_rows * num_tokens / (time.perf_counter() - begin)
+
+
+async def engine_tokens_per_s(engine: LocalEngine, num_rows: int, num_tokens: int) -> float:
+    """From the first token of all rows to the last, so that reading the prompt is left out."""
+    request = GenerateRequest(
+        id=f"{time.perf_counter_ns()}",
+        prompt_ids=PROMPT,
+        limits=Limits(max_tokens=num_tokens),
+        n=num_rows,
+        min_delta_interval_s=math.inf,
+    )
+    begin, num_sampled = 0.0, 0
+    async for item in engine.generate(request):
+        if isinstance(item, Delta):
+            num_sampled += len(item.token_ids)
+        else:
+            begin = time.perf_counter()
+    return num_sampled / (time.perf_counter() - begin)
+
+
+async def compare(rows: Sequence[int], num_tokens: int, num_rounds: int) -> list[dict[str, float]]:
+    tokenizer = filled_tokenizer(VOCAB_SIZE)
+    model = talkative_model(VOCAB_SIZE, tokenizer.eos_id)
+    staged = Staged(
+        model=model, weights_version="bench@0", phases_ms={}, parity_mean=0, parity_max=0
+    )
+    settings = EngineSettings(num_slots=max(rows), max_model_len=1024)
+    engine = LocalEngine(staged, settings=settings, tokenizer=tokenizer)
+    results = []
+    for num_rows in rows:
+        raws, engines = [], []
+        for _ in range(num_rounds):
+            raws.append(raw_tokens_per_s(model, num_rows, num_tokens))
+            engines.append(await engine_tokens_per_s(engine, num_rows, num_tokens))
+        ratios = [e / r for e, r in zip(engines, raws, strict=True)]
+        results.append(
+            {
+                "rows": num_rows,
+                "raw_tokens_per_s": round(max(raws)),
+                "engine_tokens_per_s": round(max(engines)),
+                "ratio_median": round(statistics.median(ratios), 3),
+            }
+        )
+    await engine.close()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(json.dumps(asyncio.run(compare(args.rows, args.tokens, args.rounds)), indent=1))
+
+
+if __name__ == "__main__":
+    main()
