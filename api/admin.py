@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.encoders import jsonable_encoder
+from starlette.responses import Response
 
 from m1serve import __version__
 from m1serve.api.errors import add_error_handlers
@@ -15,7 +17,7 @@ from m1serve.api.request_log import RequestLog
 from m1serve.api.schema import PromoteRequest, RetrainRequest, RollbackRequest
 from m1serve.config import Settings
 from m1serve.errors import RequestError, StoreError
-from m1serve.metrics import Metrics
+from m1serve.metrics import CONTENT_TYPE, Metrics
 from m1serve.store import Store
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -35,8 +37,10 @@ def create_admin_app(
     model_id = settings.model.model_id
     app.include_router(_reading(store, model_id), prefix="/admin", dependencies=require)
     app.include_router(_acting(store, model_id), prefix="/admin", dependencies=require)
+    metrics = metrics or Metrics()
+    app.include_router(_metrics(store, model_id, metrics), dependencies=require)
     add_error_handlers(app)
-    app.add_middleware(RequestLog, metrics=metrics or Metrics())
+    app.add_middleware(RequestLog, metrics=metrics)
     return app
 
 
@@ -99,6 +103,24 @@ def _acting(store: Store, model_id: str) -> APIRouter:
             return {"weights_version": store.weights.rollback(body.model_id or model_id)}
         except StoreError as error:
             raise _conflict(error) from None
+
+    return router
+
+
+def _metrics(store: Store, model_id: str, metrics: Metrics) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/metrics")
+    def page() -> Response:
+        metrics.ledger_turns.set(store.ledger.count_turns())
+        metrics.show(metrics.trajectories, store.ledger.count_trajectories())
+        metrics.show(metrics.jobs, store.jobs.counts())
+        metrics.show(metrics.runs, Counter(run.state for run in store.runs.list(limit=1000)))
+        for deployment in store.weights.deployments(model_id):
+            phases = deployment.report.get("phases_ms")
+            for phase, ms in (phases if isinstance(phases, dict) else {}).items():
+                metrics.swap_seconds.labels(deployment.replica, phase).set(ms / 1000)
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE)
 
     return router
 

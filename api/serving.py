@@ -19,7 +19,13 @@ from m1serve.store.records import JournalRecord
 
 
 class Journal(Protocol):
-    """JournalWriter, or a list in tests."""
+    """JournalWriter, or something in memory."""
+
+    @property
+    def dropped(self) -> int: ...
+
+    @property
+    def num_queued(self) -> int: ...
 
     def append(self, record: JournalRecord, /) -> object:
         """Returns at once; the record is on disk soon."""

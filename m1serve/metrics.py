@@ -6,6 +6,7 @@ Labels never carry ids of requests, sessions or keys.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Literal
 
 from prometheus_client import (
@@ -26,6 +27,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
+        self._shown: dict[Gauge, set[str]] = {}
         self._declare_api()
         self._declare_engine()
         self._declare_capture()
@@ -38,6 +40,13 @@ class Metrics:
         shared = CollectorRegistry()
         multiprocess.MultiProcessCollector(shared)  # type: ignore[no-untyped-call]
         return generate_latest(shared)
+
+    def show(self, gauge: Gauge, counts: Mapping[str, int]) -> None:
+        """One value a label; what was shown before and is not in `counts` any more is 0."""
+        labels = self._shown.setdefault(gauge, set())
+        labels.update(counts)
+        for label in labels:
+            gauge.labels(label).set(counts.get(label, 0))
 
     def _declare_api(self) -> None:
         self.requests = self._counter("http_requests", "HTTP responses", "route", "status")
@@ -60,28 +69,26 @@ class Metrics:
     def _declare_engine(self) -> None:
         self.running = self._gauge("engine_running_sequences", "Sequences that decode")
         self.waiting = self._gauge("engine_waiting_requests", "Requests without slots")
-        self.slots = self._gauge("engine_slots", "State slots")
-        self.swaps = self._counter("weight_swaps", "Weight swaps tried", "outcome")
-        self.swap_seconds = self._histogram(
-            "weight_swap_phase_seconds", "Phases of weight swaps", "phase"
-        )
+        self.slots = self._gauge("engine_slots", "State slots; 0 when the engine is dead")
+        self.engine_tokens = self._gauge("engine_tokens", "Tokens since the engine started", "kind")
+        self.engine_swaps = self._gauge("engine_swaps", "Weight swaps since the engine started")
 
     def _declare_capture(self) -> None:
         self.capture_dropped = self._gauge(
             "capture_dropped_records", "Records the journal could not take", across="livesum"
         )
-        self.capture_lag_seconds = self._gauge(
-            "capture_lag_seconds", "Age of the oldest record not yet in the ledger"
+        self.capture_queued = self._gauge(
+            "capture_queued_records", "Records not yet on disk", across="livesum"
         )
-        self.ingested = self._counter("ingested_records", "Journal records in the ledger")
 
     def _declare_work(self) -> None:
-        self.jobs = self._gauge("jobs", "Job rows", "kind", "state")
-        self.job_seconds = self._histogram("job_seconds", "Run time of jobs", "kind")
+        """What the store knows; set when the admin page is scraped."""
+        self.ledger_turns = self._gauge("ledger_turns", "Turns in the ledger")
         self.trajectories = self._gauge("trajectories", "Trajectories in the ledger", "state")
-        self.training_runs = self._counter("training_runs", "Finished training runs", "outcome")
-        self.training_seconds = self._histogram(
-            "training_phase_seconds", "Phases of training runs", "phase"
+        self.jobs = self._gauge("jobs", "Job rows", "state")
+        self.runs = self._gauge("training_runs", "The newest 1000 training runs", "state")
+        self.swap_seconds = self._gauge(
+            "weight_swap_seconds", "Phases of the last swap", "replica", "phase"
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import threading
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,12 @@ class Ingress:
     # Ray Serve awaits the constructor
     async def __init__(self, settings: Settings, engine: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         self._settings = settings
+        self._closing = AsyncExitStack()
         self._tokenizer = await asyncio.to_thread(_served_tokenizer, settings)
         self._engine = await RemoteEngine.connect(engine)
+        self._closing.push_async_callback(self._engine.close)
         self._journal = JournalWriter(settings.journal_dir)
+        self._closing.push_async_callback(asyncio.to_thread, self._journal.close)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         # Serve's proxy names requests and sends the name back by itself
@@ -68,8 +72,7 @@ class Ingress:
         return _WithDisconnects(app)
 
     async def __del__(self) -> None:
-        await self._engine.close()
-        await asyncio.to_thread(self._journal.close)
+        await self._closing.aclose()
 
 
 class _WithDisconnects:

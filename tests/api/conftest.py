@@ -160,6 +160,9 @@ class FakeEngine:
 class Kept(list[JournalRecord]):
     """A journal in memory."""
 
+    dropped = 0
+    num_queued = 0
+
 
 @dataclass
 class World:

@@ -84,6 +84,13 @@ async def test_trajectories_are_listed_by_state(admin: httpx.AsyncClient) -> Non
     assert refused.json()["error"]["param"] == "query.limit"
 
 
+async def test_the_metrics_page_shows_what_the_store_knows(admin: httpx.AsyncClient) -> None:
+    await admin.post("/retrain", json={})
+    text = (await admin.get("http://admin/metrics")).text
+    assert 'm1serve_training_runs{state="requested"} 1.0' in text
+    assert "m1serve_ledger_turns 0.0" in text
+
+
 @pytest.mark.parametrize("body", [{"lr": 1}, {"overrides": []}, {"trigger": 3}])
 async def test_bad_bodies_are_refused(admin: httpx.AsyncClient, body: dict[str, Any]) -> None:
     assert (await admin.post("/retrain", json=body)).status_code == 400
