@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from m1serve.cli import options
+from m1serve.cli.console import wide_console
 from m1serve.cli.ports import pick_free
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def demo(
         admin_port=admin_port or pick_free(),
         no_ray=no_ray,
     )
-    console = Console(width=None if Console().is_terminal else 150)
+    console = wide_console()
     done = _demonstrate(
         settings, console, started=started, small=small, keep=keep, cycles=cycles, seed=seed
     )

@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 
 from m1serve.cli import options, readiness
+from m1serve.cli.console import wide_console
 from m1serve.cli.ports import is_free
 from m1serve.errors import M1ServeError
 
@@ -41,7 +41,7 @@ def doctor(
 ) -> None:
     """Checks packages, disk, model, database, weights and ports. Exit code 1 when one is wrong."""
     settings = options.read_settings(config=config, home=home, overrides=overrides, model=model)
-    console = Console()
+    console = wide_console()
     findings: list[Finding] = []
     for finding in examine(settings):
         findings.append(finding)

@@ -1,5 +1,130 @@
-"""stub"""
+"""`m1serve trajectories`: what the ledger holds, for people and for other programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-app = typer.Typer()
+from m1serve.cli import options
+from m1serve.cli.console import wide_console
+
+if TYPE_CHECKING:
+    from m1serve.store import Store
+    from m1serve.store.views import TrajectoryView
+
+app = typer.Typer(help="Trajectories: list, show, export.", no_args_is_help=True)
+State = Annotated[
+    str | None, typer.Option("--state", help="pending, eligible, consumed, ineligible, ...")
+]
+
+
+@app.command("list")
+def list_trajectories(
+    config: options.ConfigFile = None,
+    home: options.Home = None,
+    overrides: options.Overrides = None,
+    state: State = None,
+    session: Annotated[str | None, typer.Option("--session")] = None,
+    group: Annotated[str | None, typer.Option("--group")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1)] = 20,
+    as_json: options.AsJson = False,
+) -> None:
+    """Newest first."""
+    settings = options.read_settings(config=config, home=home, overrides=overrides)
+    with options.open_store(settings) as store:
+        rows = store.ledger.list_trajectories(
+            state=state, session_id=session, group_key=group, limit=limit
+        )
+        counts = store.ledger.count_trajectories()
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    table = Table()
+    for name in ("trajectory", "session", "task", "mode", "turns", "tokens", "state", "reward"):
+        table.add_column(name, no_wrap=name == "trajectory")
+    for row in rows:
+        table.add_row(
+            row.trajectory_id,
+            row.session_id,
+            row.task_id or "",
+            row.mode,
+            str(row.num_turns),
+            str(row.num_completion),
+            row.state,
+            "" if row.reward is None else f"{row.reward:g}",
+        )
+    console = wide_console()
+    console.print(table)
+    console.print(", ".join(f"{name} {num}" for name, num in sorted(counts.items())) or "none yet")
+
+
+@app.command("show")
+def show(
+    trajectory: Annotated[str, typer.Argument(help="Trajectory id, as `list` prints it.")],
+    config: options.ConfigFile = None,
+    home: options.Home = None,
+    overrides: options.Overrides = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """One trajectory: its text with the weights that sampled it, and every verdict on it."""
+    settings = options.read_settings(config=config, home=home, overrides=overrides)
+    with options.open_store(settings) as store:
+        view = store.ledger.trajectory(trajectory)
+        verdicts = [asdict(reward) for reward in store.rewards.list(trajectory)]
+        if as_json:
+            print(json.dumps({**asdict(view), "rewards": verdicts}))
+            return
+        print(_as_text(store, view))
+        for verdict in verdicts:
+            print(
+                f"{verdict['scorer']} {verdict['scorer_version']}: {verdict['value']} "
+                f"({verdict['status']}) {verdict['evidence']}"
+            )
+
+
+@app.command("export")
+def export(
+    config: options.ConfigFile = None,
+    home: options.Home = None,
+    overrides: options.Overrides = None,
+    state: State = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File to write (default: standard output).")
+    ] = None,
+) -> None:
+    """JSON lines with token ids, logprobs, flags and versions, oldest first."""
+    settings = options.read_settings(config=config, home=home, overrides=overrides)
+    with options.open_store(settings) as store:
+        if out is None:
+            store.ledger.export(sys.stdout, state=state)
+            return
+        with Console(stderr=True).status(f"writing {out}"), out.open("w") as stream:
+            num = store.ledger.export(stream, state=state)
+    print(f"{num} trajectories in {out}", file=sys.stderr)
+
+
+def _as_text(store: Store, view: TrajectoryView) -> str:
+    """The last turn's prompt holds the whole conversation; what was sampled is marked by turn."""
+    from m1serve.chat.tokenizer import ChatTokenizer
+
+    target = store.weights.target(view.model_id)
+    if target is None or not view.turns:
+        return f"{view.trajectory_id}: no text, {len(view.turns)} turns"
+    tokenizer = ChatTokenizer.load(Path(target.path) / "serving")
+    lines = [tokenizer.decode(view.turns[0].prompt_ids)]
+    for number, turn in enumerate(view.turns):
+        versions = ", ".join(span.weights_version for span in turn.version_spans)
+        if number:
+            before = view.turns[number - 1]
+            known = len(before.prompt_ids) + len(before.completion_ids)
+            lines.append(tokenizer.decode(turn.prompt_ids[known:]))
+        lines.append(f"--- turn {number} sampled by {versions}: {turn.stop} ---")
+        lines.append(tokenizer.decode(turn.completion_ids))
+    return "\n".join(lines)

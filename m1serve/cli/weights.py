@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from m1serve.cli import options
+from m1serve.cli.console import wide_console
 from m1serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def list_versions(
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(version.created_at)),
             version.reason,
         )
-    console = Console()
+    console = wide_console()
     console.print(table)
     for deployment in deployments:
         refused = "" if deployment.is_accepted else f"; refused {deployment.wanted_version}: "
