@@ -38,12 +38,16 @@ class PlayedEpisode:
 async def play_episodes(
     engine: Engine, tok: ChatTokenizer, task_ids: Sequence[str], *, seed: int = 0
 ) -> list[PlayedEpisode]:
-    """All at once; the engine batches them. The same seed gives every version the same random
-    numbers.
-    """
+    """As many at once as the engine has slots. With one seed every version meets the same luck."""
+    slots = asyncio.Semaphore(engine.stats().num_slots)
+
+    async def play(task_id: str) -> PlayedEpisode:
+        async with slots:
+            return await play_episode(engine, tok, task_id, seed=seed)
+
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(play_episode(engine, tok, t, seed=seed)) for t in task_ids]
+            tasks = [group.create_task(play(task_id)) for task_id in task_ids]
     except ExceptionGroup as errors:
         # the first is what the reader of a run's reason needs
         raise errors.exceptions[0] from errors

@@ -73,6 +73,8 @@ class Trainer:
         self._tok = tok
 
     async def start_engine(self, version: VersionRef) -> Engine:
+        # a second thread gains decoding little, and stalls it when the cores are shared
+        torch.set_num_threads(self.settings.engine.num_threads)
         return LocalEngine.start(version, settings=self.settings.engine, tokenizer=self._tok)
 
     def work_once(self, stop: threading.Event) -> bool:
