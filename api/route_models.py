@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from typing import Protocol, runtime_checkable
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from m1serve.api.identity import authenticate
 from m1serve.api.serving import Serving
+from m1serve.engine.base import Engine
 from m1serve.errors import EngineError
 from m1serve.metrics import CONTENT_TYPE
 from m1serve.types import EngineStats
+
+HEALTH_WAIT_S = 2.0
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """An engine in another process, whose stats are those of the last time it was asked."""
+
+    async def refresh(self) -> None: ...
 
 
 def models_router(serving: Serving) -> APIRouter:
@@ -41,9 +53,11 @@ def models_router(serving: Serving) -> APIRouter:
     @router.get("/health")
     async def health() -> Response:
         try:
-            stats = serving.engine.stats()
-        except EngineError as error:
-            return JSONResponse({"status": "dead", "reason": str(error)}, status_code=503)
+            async with asyncio.timeout(HEALTH_WAIT_S):
+                stats = await _fresh_stats(serving.engine)
+        except (EngineError, TimeoutError) as error:
+            reason = str(error) or f"the engine did not answer within {HEALTH_WAIT_S:.0f} s"
+            return JSONResponse({"status": "dead", "reason": reason}, status_code=503)
         body = {
             "status": "ok",
             "model": serving.settings.model.model_id,
@@ -62,6 +76,12 @@ def models_router(serving: Serving) -> APIRouter:
         return Response(serving.metrics.exposition(), media_type=CONTENT_TYPE)
 
     return router
+
+
+async def _fresh_stats(engine: Engine) -> EngineStats:
+    if isinstance(engine, Distant):
+        await engine.refresh()
+    return engine.stats()
 
 
 def _show(serving: Serving, stats: EngineStats) -> None:

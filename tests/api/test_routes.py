@@ -40,6 +40,16 @@ async def test_health_says_when_the_engine_is_dead(serve: Any) -> None:
     assert (dead.status_code, dead.json()["reason"]) == (503, "its thread is gone")
 
 
+async def test_health_asks_a_distant_engine(serve: Any) -> None:
+    async def refresh() -> None:
+        raise EngineError("no replica can answer")
+
+    async with serve() as world, httpx.AsyncClient(verify=False) as http:
+        world.engine.refresh = refresh
+        answer = await http.get(f"{world.url}/health")
+    assert (answer.status_code, answer.json()["reason"]) == (503, "no replica can answer")
+
+
 async def test_metrics_count_what_happened(serve: Any) -> None:
     async with serve("<think>\na\n</think>\nb") as world, httpx.AsyncClient(verify=False) as http:
         await world.client.chat.completions.create(model="fake", messages=HI)
