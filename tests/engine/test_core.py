@@ -1,0 +1,170 @@
+"""The core, stepped by hand: what one step does and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from m1serve.chat.tokenizer import ChatTokenizer
+from m1serve.config import EngineSettings
+from m1serve.engine.core import EngineCore
+from m1serve.engine.generation import Generation, Sequence
+from m1serve.engine.outbox import Item, Outbox, Outlet
+from m1serve.engine.sampler import seeded_rng
+from m1serve.engine.stopping import StopRules
+from m1serve.model.hybrid import M1ForCausalLM
+from m1serve.model.weights import load_version
+from m1serve.types import Delta, GenerateRequest, Limits, Sampling, Started, VersionRef
+
+
+class Listener(Outlet):
+    """Keeps what is put, at once."""
+
+    def __init__(self) -> None:
+        super().__init__(Outbox(), cast(asyncio.AbstractEventLoop, None), cast(Any, None))
+        self.items: list[Item] = []
+
+    def put(self, item: Item) -> None:
+        self.items.append(item)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(item.token_ids) for item in self.items if isinstance(item, Delta))
+
+
+class Bench:
+    def __init__(self, model: M1ForCausalLM, tok: ChatTokenizer, **changes: Any) -> None:
+        self.settings = EngineSettings(**{"num_slots": 4, "max_model_len": 256, **changes})
+        self.tok, self.num = tok, 0
+        self.core = EngineCore(
+            model, weights_version="tiny@0", settings=self.settings, vocab_size=tok.vocab_size
+        )
+
+    def submit(self, num_prompt: int, *, n: int = 1, **fields: Any) -> Listener:
+        self.num += 1
+        request = GenerateRequest(
+            id=str(self.num),
+            prompt_ids=tuple(range(10, 10 + num_prompt)),
+            limits=Limits(max_tokens=fields.pop("max_tokens", 100)),
+            sampling=Sampling(logit_bias=((self.tok.eos_id, -100.0),)),
+            n=n,
+            **fields,
+        )
+        listener = Listener()
+        generation = Generation(request=request, outlet=listener, order=self.num)
+        generation.sequences = [
+            Sequence(
+                generation=generation,
+                choice=i,
+                rules=StopRules(request, tokenizer=self.tok, max_model_len=256),
+                budget=None,
+                rng=seeded_rng(1, i),
+                unread=request.prompt_ids,
+            )
+            for i in range(n)
+        ]
+        generation.unplaced.extend(generation.sequences)
+        self.core.submit(generation)
+        return listener
+
+    @torch.inference_mode()
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.core.step()
+
+
+@pytest.fixture
+def model(versions: tuple[VersionRef, VersionRef]) -> M1ForCausalLM:
+    return load_version(Path(versions[0].path))[0].requires_grad_(False)
+
+
+def test_a_request_starts_and_says_its_first_token_in_one_step(
+    model: M1ForCausalLM, tok: ChatTokenizer
+) -> None:
+    bench = Bench(model, tok)
+    heard = bench.submit(20)
+    bench.step()
+    assert isinstance(heard.items[0], Started)
+    assert heard.num_tokens == 1
+
+
+def test_a_long_prompt_does_not_starve_what_decodes(
+    model: M1ForCausalLM, tok: ChatTokenizer
+) -> None:
+    bench = Bench(model, tok, prefill_chunk_tokens=16, snapshot_bytes=0)
+    talking = bench.submit(8)
+    bench.step()
+    long = bench.submit(100)
+    for num_steps in range(1, 7):
+        bench.step()
+        assert talking.num_tokens == 1 + num_steps
+        assert long.num_tokens == 0
+    bench.step()
+    assert long.num_tokens == 1
+
+
+def test_the_budget_is_shared_by_prompts_of_one_step(
+    model: M1ForCausalLM, tok: ChatTokenizer
+) -> None:
+    bench = Bench(model, tok, prefill_chunk_tokens=32)
+    first, second, third = (bench.submit(16) for _ in range(3))
+    bench.step()
+    assert [listener.num_tokens for listener in (first, second, third)] == [1, 1, 0]
+    assert third.items == []
+    bench.step()
+    assert third.num_tokens == 1
+
+
+def test_choices_fork_in_the_step_that_reads_their_prompt(
+    model: M1ForCausalLM, tok: ChatTokenizer
+) -> None:
+    bench = Bench(model, tok)
+    heard = bench.submit(20, n=3)
+    bench.step()
+    assert [type(item) for item in heard.items] == [Started, Delta, Delta, Delta]
+    assert bench.core.stats.prefilled_tokens == 20
+
+
+def test_forks_join_while_another_prompt_is_half_read(
+    model: M1ForCausalLM, tok: ChatTokenizer
+) -> None:
+    bench = Bench(model, tok, prefill_chunk_tokens=16, num_slots=8)
+    alone = Bench(model, tok, prefill_chunk_tokens=16, num_slots=8)
+    expected = alone.submit(100, max_tokens=6)
+    alone.step(20)
+    long = bench.submit(100, max_tokens=6)
+    bench.step(2)
+    short = bench.submit(8, n=3, priority=1, max_tokens=4)
+    bench.step(20)
+    assert short.num_tokens == 12
+    ids = [d.token_ids for d in long.items if isinstance(d, Delta)]
+    assert ids == [d.token_ids for d in expected.items if isinstance(d, Delta)]
+
+
+def test_an_aborted_leader_takes_its_siblings_along(
+    model: M1ForCausalLM, tok: ChatTokenizer
+) -> None:
+    bench = Bench(model, tok, prefill_chunk_tokens=16)
+    heard = bench.submit(100, n=3)
+    bench.step()
+    bench.core.abort("1")
+    assert not bench.core.has_work
+    stops = [item.stop for item in heard.items if isinstance(item, Delta)]
+    assert len(stops) == 3
+    bench.submit(8)
+    bench.step(3)
+    assert bench.core.stats.num_running == 1
+
+
+def test_nothing_is_left_behind_when_all_is_said(model: M1ForCausalLM, tok: ChatTokenizer) -> None:
+    bench = Bench(model, tok)
+    for num_prompt in (5, 9, 30):
+        bench.submit(num_prompt, n=2, max_tokens=7)
+    bench.step(40)
+    assert not bench.core.has_work
+    stats = bench.core.stats
+    assert (stats.num_running, stats.num_waiting, stats.sampled_tokens) == (0, 0, 6 * 7)
