@@ -222,7 +222,13 @@ def ray_apps() -> Iterator[dict[str, Any]]:
     import ray
     from ray import serve
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        _node_ip_address="127.0.0.1",
+    )
     yield {}
     serve.shutdown()
     ray.shutdown()
