@@ -13,14 +13,21 @@ import zstandard
 from m1serve.errors import StoreError
 from m1serve.store.blobs import bytes_to_floats, bytes_to_ids, floats_to_bytes, ids_to_bytes
 from m1serve.store.database import clean_text
-from m1serve.store.records import FeedbackGiven, JournalRecord, SessionEnded, TurnRecord
+from m1serve.store.records import (
+    FeedbackGiven,
+    JournalRecord,
+    SessionEnded,
+    TurnRecord,
+    TurnsDelivered,
+)
 from m1serve.store.versions import version_number
 from m1serve.types import HistoryRule, Mode, Sampling, StopCause, VersionSpan
 
 _SCHEMA = 1
 _LEVEL = 1
-_KINDS: dict[str, type[TurnRecord] | type[SessionEnded] | type[FeedbackGiven]] = {
+_KINDS: dict[str, type[JournalRecord]] = {
     "turn": TurnRecord,
+    "delivered": TurnsDelivered,
     "end": SessionEnded,
     "feedback": FeedbackGiven,
 }

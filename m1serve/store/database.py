@@ -87,8 +87,10 @@ class Database:
         if not rows:
             return 0
         insert = sqlite.insert if self.dialect == "sqlite" else postgresql.insert
-        statement = insert(table).values(list(rows)).on_conflict_do_nothing()
-        return changed(session, statement)
+        target = Base.metadata.tables[table.__tablename__]
+        statement = insert(target).values(list(rows)).on_conflict_do_nothing()
+        # not rowcount: psycopg does not tell it for this statement
+        return len(session.execute(statement.returning(*target.primary_key)).all())
 
     def ping(self) -> None:
         with self.read() as session:

@@ -11,19 +11,26 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, update
 from sqlalchemy.orm import Session
 
 from m1serve.store.blobs import ids_to_bytes
 from m1serve.store.captured import CapturedTurn, capture, session_key, turn_values
 from m1serve.store.closing import SessionCloser
 from m1serve.store.codec import clean_record
-from m1serve.store.database import Database, chunks
+from m1serve.store.database import Database, changed, chunks
 from m1serve.store.drift import TurnFacts, link_turn
 from m1serve.store.facts import load_facts, save_links, with_superseded
 from m1serve.store.journal import REASON_LOST, Cursor
 from m1serve.store.prompts import BLOCK_TOKENS, join_prompt, load_blocks, tenant_secret
-from m1serve.store.records import FeedbackGiven, JournalEntry, SessionEnded, TurnRecord
+from m1serve.store.records import (
+    FeedbackGiven,
+    JournalEntry,
+    SessionEnded,
+    TurnRecord,
+    TurnsDelivered,
+)
+from m1serve.store.session_rows import session_of_end, session_of_turn, update_session
 from m1serve.store.tables import (
     FeedbackRow,
     JournalCursorRow,
@@ -53,7 +60,8 @@ def ingest(
     with db.write() as session:
         work = _Ingest(db, session, job_max_attempts=job_max_attempts)
         work.lock_sessions(turns, entries)
-        num_new = work.store_turns(turns)
+        num_new = work.mark_delivered(_delivered(entries))
+        num_new += work.store_turns(turns)
         num_new += work.end_sessions(entries)
         num_new += work.store_feedback(entries)
         work.save_cursors(cursors)
@@ -76,15 +84,23 @@ class _Ingest:
     def lock_sessions(self, turns: Sequence[CapturedTurn], entries: Sequence[JournalEntry]) -> None:
         wanted: dict[str, dict[str, object]] = {}
         for turn in turns:
-            wanted.setdefault(turn.session_key, _session_of_turn(turn))
+            wanted.setdefault(turn.session_key, session_of_turn(turn))
         for end in _ends(entries):
-            wanted.setdefault(_key_of(end), _session_of_end(end))
+            wanted.setdefault(_key_of(end), session_of_end(end))
         self._db.insert_new(self._session, SessionRow, [wanted[key] for key in sorted(wanted)])
         for part in chunks(sorted(wanted)):
             query = select(SessionRow).where(SessionRow.session_key.in_(part))
             locked = query.order_by(SessionRow.session_key).with_for_update()
             for row in self._session.scalars(locked):
                 self._rows[row.session_key] = row
+
+    def mark_delivered(self, turn_ids: Sequence[str]) -> int:
+        """Those whose turn came with an earlier batch; before anything is linked or closed."""
+        num_new = 0
+        for part in chunks(turn_ids):
+            mark = update(TurnRow).where(TurnRow.turn_id.in_(part), ~TurnRow.was_delivered)
+            num_new += changed(self._session, mark.values(was_delivered=True))
+        return num_new
 
     def store_turns(self, turns: Sequence[CapturedTurn]) -> int:
         known = _known_turn_ids(self._session, turns)
@@ -164,7 +180,7 @@ class _Ingest:
             linked.append(turn)
         linked = with_superseded(linked)
         save_links(self._session, stored, linked)
-        _update_session(row, new)
+        update_session(row, new)
         return [
             turn_values(captured[turn.turn_id], turn, self._now)
             for turn in linked
@@ -209,12 +225,15 @@ def _captured(entries: Sequence[JournalEntry], tenant_key: bytes) -> list[Captur
     """Turns of mode off are counted where they were served and kept nowhere."""
     secrets: dict[str, bytes] = {}
     turns: dict[str, CapturedTurn] = {}
+    delivered = set(_delivered(entries))
     for entry in entries:
         record = entry.record
         if isinstance(record, TurnRecord) and record.mode is not Mode.OFF:
             if record.tenant_id not in secrets:
                 secrets[record.tenant_id] = tenant_secret(tenant_key, record.tenant_id)
             secret = secrets[record.tenant_id]
+            if record.turn_id in delivered:
+                record = dataclasses.replace(record, was_delivered=True)
             if record.turn_id not in turns:
                 turns[record.turn_id] = capture(entry.writer, entry.seq, record, secret)
     return sorted(turns.values(), key=lambda t: t.facts.order)
@@ -237,55 +256,14 @@ def _trajectories_of(session: Session, given: FeedbackGiven) -> list[str]:
     return list(session.scalars(query.where(TrajectoryRow.trajectory_id.in_(own))))
 
 
+def _delivered(entries: Sequence[JournalEntry]) -> list[str]:
+    records = (entry.record for entry in entries)
+    return [id_ for r in records if isinstance(r, TurnsDelivered) for id_ in r.turn_ids]
+
+
 def _ends(entries: Sequence[JournalEntry]) -> list[SessionEnded]:
     return [entry.record for entry in entries if isinstance(entry.record, SessionEnded)]
 
 
 def _key_of(end: SessionEnded) -> str:
     return session_key(end.tenant_id, end.session_id)
-
-
-def _session_of_turn(turn: CapturedTurn) -> dict[str, object]:
-    record = turn.record
-    return {
-        "session_key": turn.session_key,
-        "tenant_id": record.tenant_id,
-        "session_id": record.session_id,
-        "group_key": record.group_key,
-        "task_id": record.task_id,
-        "model_id": record.model_id,
-        "mode": record.mode.value,
-        "opened_at": record.created_at,
-        "last_seen_at": record.created_at,
-        "num_turns": 0,
-        "is_incomplete": False,
-    }
-
-
-def _session_of_end(end: SessionEnded) -> dict[str, object]:
-    return {
-        "session_key": _key_of(end),
-        "tenant_id": end.tenant_id,
-        "session_id": end.session_id,
-        "group_key": None,
-        "task_id": None,
-        "model_id": "",
-        "mode": Mode.TRAIN.value,
-        "opened_at": end.at,
-        "last_seen_at": end.at,
-        "num_turns": 0,
-        "is_incomplete": False,
-    }
-
-
-def _update_session(row: SessionRow, new: Sequence[CapturedTurn]) -> None:
-    for turn in new:
-        record = turn.record
-        row.model_id = row.model_id or record.model_id
-        row.group_key = row.group_key if row.group_key is not None else record.group_key
-        row.task_id = row.task_id if row.task_id is not None else record.task_id
-        if record.mode is not Mode.TRAIN:
-            row.mode = record.mode.value
-        row.opened_at = min(row.opened_at, record.created_at)
-        row.last_seen_at = max(row.last_seen_at, turn.last_seen_at)
-    row.num_turns += len(new)

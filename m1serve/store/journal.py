@@ -1,9 +1,10 @@
 """The capture journal: an append-only file per serving process, written behind the event loop's
 back.
 
-`append` only queues; a thread encodes, writes and fsyncs whole batches. When the disk refuses,
-records are dropped and counted, serving goes on, and the sessions that lost a turn are marked as
-soon as writing works again.
+`append` only queues. One thread encodes and writes, after which a killed process has lost nothing;
+another syncs, after which a power failure costs nothing either. When the disk refuses, records are
+dropped and counted, serving goes on, and the sessions that lost a turn are marked as soon as
+writing works again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from struct import error as struct_error
 
@@ -22,7 +24,8 @@ from m1serve.errors import StoreError
 from m1serve.store.codec import encode_record
 from m1serve.store.journal_reader import Cursor, JournalReader
 from m1serve.store.records import JournalEntry, JournalRecord, SessionEnded, TurnRecord
-from m1serve.store.segments import MAGIC, frame, lock_writer, segment_path, sync_dir
+from m1serve.store.segment_file import SegmentFile
+from m1serve.store.segments import frame, lock_writer, segment_path, sync_dir
 
 __all__ = ["REASON_LOST", "Cursor", "JournalReader", "JournalWriter"]
 
@@ -31,7 +34,9 @@ REASON_LOST = "lost"
 written.
 """
 
-_BATCH_RECORDS = 512
+_BATCH_RECORDS = 64
+"""Whoever waits for the first of a batch waits for all of it."""
+_MAX_UNSYNCED_BATCHES = 1024
 _MAX_LOST_SESSIONS = 100_000
 _log = logging.getLogger(__name__)
 
@@ -54,15 +59,24 @@ class JournalWriter:
         self._segment_bytes = segment_bytes
         self._max_queued = max_queued
         self._write_bytes = write
-        self._queue: queue.SimpleQueue[JournalEntry | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[JournalEntry | Callable[[], None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._later: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_UNSYNCED_BATCHES)
+        """For the syncing thread, in order; while it is full, writing waits."""
         self._seq_lock = threading.Lock()
         self._next_seq = 0
-        self._segment: _Segment | None = None
+        self._segment: SegmentFile | None = None
         self._lost: set[tuple[str, str]] = set()
+        self._drop_lock = threading.Lock()
         self._is_closed = False
         self._num_dropped = 0
-        self._thread = threading.Thread(target=self._run, name="m1serve-journal", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=work, name=f"m1serve-journal-{name}", daemon=True)
+            for name, work in (("write", self._write_all), ("sync", self._sync_all))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def dropped(self) -> int:
@@ -74,7 +88,7 @@ class JournalWriter:
         return self._queue.qsize()
 
     def append(self, record: JournalRecord) -> JournalEntry:
-        """Returns at once; durable after the next fsync. Never raises for want of space."""
+        """Returns at once. Never raises for want of space."""
         if self._is_closed:
             raise StoreError(f"journal {self._directory} is closed; append before close()")
         with self._seq_lock:
@@ -87,10 +101,16 @@ class JournalWriter:
             self._drop([entry], "the writing thread is too far behind")
         return entry
 
+    def when_written(self, callback: Callable[[], None]) -> None:
+        """Calls back, from another thread, once everything appended before is in the file: a killed
+        process does not lose it any more. What was dropped counts as written.
+        """
+        self._queue.put(callback)
+
     def flush(self, timeout_s: float = 30.0) -> None:
         """Returns when everything appended before is on disk (or counted as dropped)."""
         done = threading.Event()
-        self._queue.put(done)
+        self._queue.put(partial(self._later.put, done.set))
         if not done.wait(timeout_s):
             raise StoreError(
                 f"journal {self._directory} not written within {timeout_s} s; is its disk stuck?"
@@ -104,41 +124,47 @@ class JournalWriter:
             return
         self._is_closed = True
         self._queue.put(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
             raise StoreError(
                 f"journal {self._directory} not closed within {timeout_s} s; is its disk stuck?"
             )
         os.close(self._lock_fd)
 
-    def _run(self) -> None:
+    def _write_all(self) -> None:
         is_open = True
         while is_open:
-            batch, waiters, is_open = self._collect()
+            batch, callbacks, is_open = self._collect()
             if batch:
                 self._write(batch)
-            for waiter in waiters:
-                waiter.set()
-        if self._segment is not None:
-            self._segment.close()
+            for callback in callbacks:
+                callback()
+        self._leave_segment()
+        self._later.put(None)
 
-    def _collect(self) -> tuple[list[JournalEntry], list[threading.Event], bool]:
+    def _sync_all(self) -> None:
+        while (work := self._later.get()) is not None:
+            work()
+
+    def _collect(self) -> tuple[list[JournalEntry], list[Callable[[], None]], bool]:
         batch: list[JournalEntry] = []
-        waiters: list[threading.Event] = []
+        callbacks: list[Callable[[], None]] = []
         item = self._queue.get()
         while True:
             if item is None:
-                return batch, waiters, False
+                return batch, callbacks, False
             if isinstance(item, JournalEntry):
                 batch.append(item)
             else:
-                waiters.append(item)
+                callbacks.append(item)
             if len(batch) >= _BATCH_RECORDS:
-                return batch, waiters, True
+                return batch, callbacks, True
             try:
                 item = self._queue.get_nowait()
             except queue.Empty:
-                return batch, waiters, True
+                return batch, callbacks, True
 
     def _write(self, batch: list[JournalEntry]) -> None:
         frames = []
@@ -147,36 +173,49 @@ class JournalWriter:
                 frames.append(frame(entry.seq, encode_record(entry.record)))
             except (StoreError, ValueError, OverflowError, struct_error) as error:
                 self._drop([entry], f"it cannot be encoded: {error}")
+        if self._segment is not None and self._segment.is_broken:
+            self._leave_segment()
         try:
             if self._segment is None:
-                self._segment = _Segment.create(
+                self._segment = SegmentFile.create(
                     segment_path(self._directory, batch[0].seq), self._write_bytes
                 )
             self._segment.append(b"".join(frames))
         except OSError as error:
             self._drop(batch, f"{self._directory} cannot be written: {error}")
-            self._abandon_segment()
+            if self._segment is not None:
+                self._segment.cut_back()
+                self._leave_segment()
             return
+        self._later.put(partial(self._sync, self._segment, batch))
         if self._segment.num_bytes >= self._segment_bytes:
-            self._segment.close()
-            self._segment = None
+            self._leave_segment()
         if self._lost and not self._is_closed:
             self._report_lost()
 
-    def _abandon_segment(self) -> None:
-        if self._segment is not None:
-            self._segment.abandon()
-            self._segment = None
+    def _leave_segment(self) -> None:
+        """The next batch opens another one."""
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            self._later.put(segment.close)
+
+    def _sync(self, segment: SegmentFile, batch: list[JournalEntry]) -> None:
+        try:
+            segment.sync()
+        except OSError as error:
+            segment.is_broken = True
+            self._drop(batch, f"{self._directory} cannot be synced: {error}")
 
     def _drop(self, entries: list[JournalEntry], why: str) -> None:
-        self._num_dropped += len(entries)
-        for entry in entries:
-            record = entry.record
-            is_gap = isinstance(record, TurnRecord) or (
-                isinstance(record, SessionEnded) and record.reason == REASON_LOST
-            )
-            if is_gap and len(self._lost) < _MAX_LOST_SESSIONS:
-                self._lost.add((record.tenant_id, record.session_id or ""))
+        with self._drop_lock:
+            self._num_dropped += len(entries)
+            for entry in entries:
+                record = entry.record
+                is_gap = isinstance(record, TurnRecord) or (
+                    isinstance(record, SessionEnded) and record.reason == REASON_LOST
+                )
+                if is_gap and len(self._lost) < _MAX_LOST_SESSIONS:
+                    self._lost.add((record.tenant_id, record.session_id or ""))
         _log.error(
             "journal %s: %d records dropped (%d in all): %s",
             self.writer,
@@ -186,58 +225,14 @@ class JournalWriter:
         )
 
     def _report_lost(self) -> None:
-        lost, self._lost = self._lost, set()
+        with self._drop_lock:
+            lost, self._lost = self._lost, set()
         for tenant_id, session_id in sorted(lost):
             self.append(
                 SessionEnded(
                     session_id=session_id, tenant_id=tenant_id, at=time.time(), reason=REASON_LOST
                 )
             )
-
-
-class _Segment:
-    """An open segment file; `num_bytes` of it are whole frames."""
-
-    def __init__(
-        self, path: Path, descriptor: int, write: Callable[[int, memoryview], int]
-    ) -> None:
-        self._path = path
-        self._fd = descriptor
-        self._write = write
-        self.num_bytes = 0
-
-    @classmethod
-    def create(cls, path: Path, write: Callable[[int, memoryview], int]) -> _Segment:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        segment = cls(path, descriptor, write)
-        try:
-            segment.append(MAGIC)
-            sync_dir(path.parent)
-        except OSError:
-            segment.abandon()
-            raise
-        return segment
-
-    def append(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[self._write(self._fd, view) :]
-        os.fdatasync(self._fd)
-        self.num_bytes += len(data)
-
-    def abandon(self) -> None:
-        """Cuts back to whole frames after a failed write; the next batch opens another segment."""
-        try:
-            if self.num_bytes <= len(MAGIC):
-                self._path.unlink(missing_ok=True)
-            else:
-                os.ftruncate(self._fd, self.num_bytes)
-        except OSError as error:
-            _log.error("journal segment %s keeps a torn tail: %s", self._path, error)
-        self.close()
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 def _create_writer_dir(directory: Path, writer: str) -> int:

@@ -45,13 +45,24 @@ class TurnRecord:
     stop_detail: str | None
     finish_reason: str
     was_delivered: bool
-    """The last byte was handed to the client's connection."""
+    """The last byte was handed to the client's connection. A turn is journalled before that, and a
+    TurnsDelivered behind it says so.
+    """
     cached_tokens: int
     tokenizer_digest: str
     template_digest: str
     numerics_digest: str
     ttft_ms: float
     total_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnsDelivered:
+    """Follows the turns of a request in the same journal, once their answer was handed over."""
+
+    session_id: str
+    tenant_id: str
+    turn_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +89,7 @@ class FeedbackGiven:
     comment: str = ""
 
 
-JournalRecord = TurnRecord | SessionEnded | FeedbackGiven
+JournalRecord = TurnRecord | TurnsDelivered | SessionEnded | FeedbackGiven
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from m1serve.types import Drift, Mode, StopCause
 
 SIDE_REQUEST = "drift: side request"
 """Not part of the session's task: neither scored by it nor trained on."""
+NOT_DELIVERED = "delivery: the client never had an answer"
 TURN_LOST = "capture: a turn of the session was lost"
 
 
@@ -91,6 +92,8 @@ def why_not_trainable(segment: Segment, *, is_incomplete: bool) -> str:
     for cause in (StopCause.ABORT, StopCause.ERROR):
         if any(t.stop is cause for t in turns):
             return f"stop: {cause.value}"
+    if not _was_seen(turns):
+        return NOT_DELIVERED
     if segment.head.drift is Drift.SIDE:
         return SIDE_REQUEST
     if is_incomplete:
@@ -104,6 +107,15 @@ def trajectory_id(session_key: str, segment: Segment) -> str:
     """Follows from what it holds, so that building it twice is building it once."""
     name = f"{session_key}/{segment.head.turn_id}"
     return hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def _was_seen(turns: Sequence[TurnFacts]) -> bool:
+    """Whether every answer was: delivered, or else repeated by the prompt that followed it."""
+    followers = [*turns[1:], None]
+    return all(
+        turn.was_delivered or (next_ is not None and next_.drift is Drift.EXTEND)
+        for turn, next_ in zip(turns, followers, strict=True)
+    )
 
 
 def _chain(head: TurnFacts, heirs: dict[str, TurnFacts]) -> tuple[TurnFacts, ...]:

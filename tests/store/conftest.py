@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from m1serve.store import Store
 from m1serve.store.records import JournalEntry, JournalRecord, SessionEnded, TurnRecord
 from m1serve.store.runs import RunLease
+from m1serve.store.tables import Base
 from m1serve.types import (
     HistoryRule,
     Mode,
@@ -37,36 +38,37 @@ def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=BACKENDS)
-def database_url(
-    request: pytest.FixtureRequest, tmp_path: Path, migrated_file: Path
-) -> Iterator[str]:
-    if request.param == "sqlite":
-        shutil.copy(migrated_file, tmp_path / "store.db")
-        yield f"sqlite:///{tmp_path / 'store.db'}"
-        return
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """A migrated database of our own on the given server."""
     if POSTGRES_URL is None:
         pytest.skip("TEST_POSTGRES_URL names no PostgreSQL server")
-    with PostgresDatabase(POSTGRES_URL) as url:
-        yield url
+    url = sa.engine.make_url(POSTGRES_URL).set(database=f"test_{uuid.uuid4().hex[:12]}")
+    server = sa.create_engine(POSTGRES_URL, isolation_level="AUTOCOMMIT")
+    with server.connect() as connection:
+        connection.execute(sa.text(f"CREATE DATABASE {url.database}"))
+    try:
+        shown = url.render_as_string(hide_password=False)
+        Store.open(shown).close()
+        yield shown
+    finally:
+        with server.connect() as connection:
+            connection.execute(sa.text(f"DROP DATABASE {url.database} WITH (FORCE)"))
+        server.dispose()
 
 
-class PostgresDatabase:
-    """An empty database that lives as long as the block."""
-
-    def __init__(self, server_url: str) -> None:
-        self.url = sa.engine.make_url(server_url).set(database=f"test_{uuid.uuid4().hex[:12]}")
-        self.server = sa.create_engine(server_url, isolation_level="AUTOCOMMIT")
-
-    def __enter__(self) -> str:
-        with self.server.connect() as connection:
-            connection.execute(sa.text(f"CREATE DATABASE {self.url.database}"))
-        return self.url.render_as_string(hide_password=False)
-
-    def __exit__(self, *_: object) -> None:
-        with self.server.connect() as connection:
-            connection.execute(sa.text(f"DROP DATABASE {self.url.database} WITH (FORCE)"))
-        self.server.dispose()
+@pytest.fixture(params=BACKENDS)
+def database_url(request: pytest.FixtureRequest, tmp_path: Path, migrated_file: Path) -> str:
+    if request.param == "sqlite":
+        shutil.copy(migrated_file, tmp_path / "store.db")
+        return f"sqlite:///{tmp_path / 'store.db'}"
+    url: str = request.getfixturevalue("postgres_url")
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        for table in reversed(Base.metadata.sorted_tables):
+            connection.execute(table.delete())
+    engine.dispose()
+    return url
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from m1serve.store.captured import capture
 from m1serve.store.drift import TurnFacts, find_superseded, link_turn
 from m1serve.store.records import TurnRecord
-from m1serve.store.trajectories import Segment, assemble, why_not_trainable
+from m1serve.store.trajectories import NOT_DELIVERED, Segment, assemble, why_not_trainable
 from m1serve.types import Drift, Mode, Sampling, StopCause
 
 SECRET = b"secret"
@@ -170,6 +170,7 @@ def test_the_choice_that_was_built_upon_carries_the_chain(recorder: Any) -> None
         ({"consent": False}, "consent: withheld"),
         ({"stop": StopCause.ABORT}, "stop: abort"),
         ({"stop": StopCause.ERROR}, "stop: error"),
+        ({"was_delivered": False}, NOT_DELIVERED),
         ({"sampling": Sampling(temperature=0.0)}, "sampling: no trainable token"),
         ({"token_flags": (2, 5)}, "sampling: no trainable token"),
         ({"sampling": Sampling(top_p=0.95)}, ""),
@@ -190,6 +191,15 @@ def test_one_bad_turn_spoils_its_trajectory(recorder: Any) -> None:
     ]
     (segment,) = assemble(link_all(turns), set())
     assert why_not_trainable(segment, is_incomplete=False) == "stop: abort"
+
+
+@pytest.mark.parametrize(("follow_up", "reason"), [((1, 2, 3), ""), ((1, 9, 3), NOT_DELIVERED)])
+def test_an_answer_was_seen_when_the_next_prompt_repeats_it(
+    recorder: Any, follow_up: tuple[int, ...], reason: str
+) -> None:
+    turns = [recorder.turn((1,), (2,), was_delivered=False), recorder.turn(follow_up, (4,))]
+    (segment,) = assemble(link_all(turns), set())
+    assert why_not_trainable(segment, is_incomplete=False) == reason
 
 
 class Client:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from m1serve.errors import StoreError
 from m1serve.store.codec import decode_record, encode_record
 from m1serve.store.journal import REASON_LOST, Cursor, JournalReader, JournalWriter
-from m1serve.store.records import FeedbackGiven, JournalEntry
+from m1serve.store.records import FeedbackGiven, JournalEntry, TurnsDelivered
 from m1serve.store.segments import segments_of
 from m1serve.types import Sampling, VersionSpan
 
@@ -73,7 +73,8 @@ def test_every_kind_of_record_comes_back_equal(journal: Path, recorder: Any) -> 
         stop_detail="###",
         group_key="g",
     )
-    records = [turn, recorder.end(), a_feedback()]
+    delivered = TurnsDelivered(session_id="s", tenant_id="t", turn_ids=("a", "b"))
+    records = [turn, delivered, recorder.end(), a_feedback()]
     with writing(journal) as writer:
         appended = [writer.append(record) for record in records]
         writer.flush()
@@ -229,6 +230,19 @@ def test_appending_never_waits_for_the_disk(journal: Path, recorder: Any) -> Non
         assert len(read_all(journal)) == 200
     # measured at 2 µs; the bound leaves room for a busy machine and would still show an fsync
     assert took / 200 < 500e-6
+
+
+def test_what_is_said_to_be_written_can_be_read_by_others(journal: Path, recorder: Any) -> None:
+    with writing(journal) as writer:
+        found: list[int] = []
+        for number in range(20):
+            writer.append(recorder.turn((number,), (1,)))
+            done = threading.Event()
+            writer.when_written(
+                lambda done=done: (found.append(len(read_all(journal))), done.set())
+            )
+            assert done.wait(5)
+    assert found == list(range(1, 21))
 
 
 def test_a_full_queue_drops_and_counts_instead_of_blocking(journal: Path, recorder: Any) -> None:

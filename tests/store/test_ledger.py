@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from m1serve.errors import StoreError
 from m1serve.store import Store
-from m1serve.store.records import FeedbackGiven
+from m1serve.store.records import FeedbackGiven, TurnsDelivered
 from m1serve.types import Mode, RewardStatus, StopCause, VersionSpan
 
 token = st.integers(0, 200_063)
@@ -209,6 +210,25 @@ def test_an_aborted_turn_is_kept_and_never_trained(workshop: Any) -> None:
     view = workshop.store.ledger.trajectory(trajectory_id)
     assert view.turns[0].completion_ids == (4, 5)
     assert (view.state, view.state_reason) == ("ineligible", "stop: abort")
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2,), (1, 2)])
+def test_a_turn_is_trained_once_its_delivery_is_known(
+    store: Store, recorder: Any, cuts: tuple[int, ...]
+) -> None:
+    turn = recorder.turn((1, 2), (3,), was_delivered=False)
+    sent = TurnsDelivered(session_id="session", tenant_id="tenant", turn_ids=(turn.turn_id,))
+    entries = recorder.entries(turn, sent, recorder.end())
+    for start, end in itertools.pairwise((0, *cuts, 3)):
+        store.ledger.ingest(entries[start:end])
+    assert store.ledger.turn(turn.turn_id) == dataclasses.replace(turn, was_delivered=True)
+    (row,) = store.ledger.list_trajectories()
+    assert row.state == "pending"
+
+
+def test_a_turn_whose_delivery_nobody_saw_is_kept_and_never_trained(workshop: Any) -> None:
+    trajectory_id = workshop.eligible("s", was_delivered=False)
+    assert workshop.state(trajectory_id) == "ineligible"
 
 
 def test_a_superseded_answer_is_kept_and_belongs_to_no_trajectory(
