@@ -3,7 +3,8 @@
     python benchmarks/engine.py [--rows 1 16 64 128] [--tokens 64] [--rounds 3]
 
 Raw is the least a sampler must do: forward, logits, softmax, draw. Both run in turn in one
-process, so the ratio means something on a machine that others use.
+process, and CPU seconds are counted beside the wall clock, so that the ratios mean something on a
+machine that others use.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -75,12 +77,29 @@ def filled_tokenizer(vocab_size: int) -> ChatTokenizer:
     return ChatTokenizer(tokenizer.to_str())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    per_wall_s: float
+    per_cpu_s: float
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
+
+    def speed(self, num_tokens: int) -> Speed:
+        return Speed(
+            per_wall_s=num_tokens / (time.perf_counter() - self._wall_s),
+            per_cpu_s=num_tokens / (time.process_time() - self._cpu_s),
+        )
+
+
 @torch.inference_mode()
-def raw_tokens_per_s(model: M1ForCausalLM, num_rows: int, num_tokens: int) -> float:
+def raw_speed(model: M1ForCausalLM, num_rows: int, num_tokens: int) -> Speed:
     state = SequenceState.allocate(model.config, num_rows, len(PROMPT) + num_tokens + 1)
     hidden, state = model.hidden(torch.tensor([PROMPT] * num_rows), state)
     last = hidden[:, -1]
-    begin = time.perf_counter()
+    watch = Stopwatch()
     for _ in range(num_tokens):
         logprobs = torch.log_softmax(model.logits(last), -1)
         token = torch.multinomial(logprobs.exp(), 1)
@@ -88,10 +107,10 @@ def raw_tokens_per_s(model: M1ForCausalLM, num_rows: int, num_tokens: int) -> fl
         assert len(picked) == len(ids)
         hidden, state = model.hidden(token, state)
         last = hidden[:, 0]
-    return num_rows * num_tokens / (time.perf_counter() - begin)
+    return watch.speed(num_rows * num_tokens)
 
 
-async def engine_tokens_per_s(engine: LocalEngine, num_rows: int, num_tokens: int) -> float:
+async def engine_speed(engine: LocalEngine, num_rows: int, num_tokens: int) -> Speed:
     """From the first token of all rows to the last, so that reading the prompt is left out."""
     request = GenerateRequest(
         id=f"{time.perf_counter_ns()}",
@@ -100,13 +119,13 @@ async def engine_tokens_per_s(engine: LocalEngine, num_rows: int, num_tokens: in
         n=num_rows,
         min_delta_interval_s=math.inf,
     )
-    begin, num_sampled = 0.0, 0
+    watch, num_sampled = Stopwatch(), 0
     async for item in engine.generate(request):
         if isinstance(item, Delta):
             num_sampled += len(item.token_ids)
         else:
-            begin = time.perf_counter()
-    return num_sampled / (time.perf_counter() - begin)
+            watch = Stopwatch()
+    return watch.speed(num_sampled)
 
 
 async def compare(rows: Sequence[int], num_tokens: int, num_rounds: int) -> list[dict[str, float]]:
@@ -119,21 +138,28 @@ async def compare(rows: Sequence[int], num_tokens: int, num_rounds: int) -> list
     engine = LocalEngine(staged, settings=settings, tokenizer=tokenizer)
     results = []
     for num_rows in rows:
-        raws, engines = [], []
-        for _ in range(num_rounds):
-            raws.append(raw_tokens_per_s(model, num_rows, num_tokens))
-            engines.append(await engine_tokens_per_s(engine, num_rows, num_tokens))
-        ratios = [e / r for e, r in zip(engines, raws, strict=True)]
+        rounds = [
+            (
+                raw_speed(model, num_rows, num_tokens),
+                await engine_speed(engine, num_rows, num_tokens),
+            )
+            for _ in range(num_rounds)
+        ]
         results.append(
             {
                 "rows": num_rows,
-                "raw_tokens_per_s": round(max(raws)),
-                "engine_tokens_per_s": round(max(engines)),
-                "ratio_median": round(statistics.median(ratios), 3),
+                "raw_tokens_per_s": round(max(raw.per_wall_s for raw, _ in rounds)),
+                "engine_tokens_per_s": round(max(ours.per_wall_s for _, ours in rounds)),
+                "wall_ratio": _median(ours.per_wall_s / raw.per_wall_s for raw, ours in rounds),
+                "cpu_ratio": _median(ours.per_cpu_s / raw.per_cpu_s for raw, ours in rounds),
             }
         )
     await engine.close()
     return results
+
+
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 3)
 
 
 def main() -> None:
