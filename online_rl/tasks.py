@@ -32,6 +32,7 @@ SCORE_JOB = "m1serve.score_job"
 REAP = "m1serve.reap"
 CLOSE_IDLE = "m1serve.close_idle_sessions"
 RETRAIN = "m1serve.retrain"
+FILE_TRANSPORT = "m1serve.online_rl.file_broker:Transport"
 POLL_S = 0.05
 CLOSE_IDLE_S = 5.0
 RESEND_S = 30.0
@@ -115,6 +116,7 @@ def make_celery(settings: Settings, worker: ScoreWorker | None = None) -> Celery
     app = Celery("m1serve", set_as_current=False)
     app.conf.update(
         broker_url=settings.score.broker_url or "filesystem://",
+        broker_transport=None if settings.score.broker_url else FILE_TRANSPORT,
         broker_transport_options=_transport_options(settings),
         broker_connection_retry_on_startup=True,
         task_default_queue=QUEUE,

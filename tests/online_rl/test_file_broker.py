@@ -1,0 +1,52 @@
+"""The embedded broker between threads: every message arrives whole, once."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from queue import Empty
+
+from kombu import Connection
+from kombu.simple import SimpleQueue
+
+from m1serve.online_rl.tasks import FILE_TRANSPORT
+
+NUM_MESSAGES = 400
+
+
+def connect(folder: Path) -> Connection:
+    options = {
+        "data_folder_in": str(folder / "queue"),
+        "data_folder_out": str(folder / "queue"),
+        "control_folder": str(folder / "control"),
+        "polling_interval": 0.001,
+    }
+    return Connection("filesystem://", transport=FILE_TRANSPORT, transport_options=options)
+
+
+def test_a_reader_never_meets_half_a_message(tmp_path: Path) -> None:
+    (tmp_path / "queue").mkdir()
+
+    def write() -> None:
+        with connect(tmp_path) as connection:
+            queue = SimpleQueue(connection.channel(), "m1serve")
+            for number in range(NUM_MESSAGES):
+                queue.put({"number": number, "padding": "x" * 2000})
+            queue.close()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    read: list[int] = []
+    with connect(tmp_path) as connection:
+        queue = SimpleQueue(connection.channel(), "m1serve")
+        while writer.is_alive() or len(read) < NUM_MESSAGES:
+            try:
+                message = queue.get_nowait()
+            except Empty:
+                continue
+            read.append(message.payload["number"])
+            message.ack()
+        queue.close()
+    writer.join()
+    assert sorted(read) == list(range(NUM_MESSAGES))
+    assert list((tmp_path / "queue").iterdir()) == []
