@@ -11,7 +11,7 @@ import anyio
 
 from m1serve.api.choice import ChoiceStream
 from m1serve.api.prepare import Prepared
-from m1serve.api.record import turn_record
+from m1serve.api.record import delivery_record, turn_record
 from m1serve.api.serving import Serving
 from m1serve.chat.reply import ReplyEvent
 from m1serve.errors import EngineError, OverloadedError
@@ -27,7 +27,9 @@ class Step:
 
 
 class Exchange:
-    """Iterate `steps` to its end or close it; then call `settle` once."""
+    """Iterate `steps` to its end and await `keep` before the last byte leaves, or close it; then
+    call `settle` once.
+    """
 
     def __init__(self, serving: Serving, prepared: Prepared) -> None:
         self.serving = serving
@@ -46,6 +48,7 @@ class Exchange:
         ]
         self._begun = time.perf_counter()
         self._ttft_s: float | None = None
+        self._is_kept = False
 
     @property
     def weights_version(self) -> str:
@@ -79,18 +82,23 @@ class Exchange:
             # closing the stream frees the slots all the same
             logger.warning("request %s: %s", self.prepared.request_id, error)
 
+    async def keep(self) -> None:
+        """Returns when a kill of this process loses none of the finished choices any more."""
+        if self._is_recorded:
+            self._record()
+            await self.serving.written()
+
     def settle(self, *, was_delivered: bool) -> None:
-        """Writes what was sampled to the journal and counts it. Never waits, never raises twice."""
-        total_s = time.perf_counter() - self._begun
+        """Journals what `keep` did not and whether the client has it; counts. Never waits."""
         for choice in self.choices:
             if choice.stop is None:
                 choice.cut(StopCause.ABORT, "the client closed the connection")
-        if self.started is not None and self.prepared.labels.mode is not Mode.OFF:
-            for choice in self.choices:
-                self.serving.journal.append(
-                    turn_record(self, choice, was_delivered=was_delivered, total_ms=total_s * 1000)
-                )
-        self._count(total_s)
+        if self._is_recorded:
+            if not self._is_kept:
+                self._record()
+            if was_delivered:
+                self.serving.journal.append(delivery_record(self))
+        self._count(self._total_s)
 
     @property
     def ttft_ms(self) -> float:
@@ -111,6 +119,20 @@ class Exchange:
             "completion_tokens_details": {"reasoning_tokens": reasoning},
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+    @property
+    def _total_s(self) -> float:
+        return time.perf_counter() - self._begun
+
+    @property
+    def _is_recorded(self) -> bool:
+        return self.started is not None and self.prepared.labels.mode is not Mode.OFF
+
+    def _record(self) -> None:
+        self._is_kept = True
+        for choice in self.choices:
+            record = turn_record(self, choice, total_ms=self._total_s * 1000)
+            self.serving.journal.append(record)
 
     def _step(self, delta: Delta) -> Step:
         if self._ttft_s is None and delta.token_ids:

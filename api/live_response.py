@@ -87,12 +87,14 @@ class LiveResponse(Response):
                     await self._send(send, writer.roles())
                 elif data := writer.step(step.choice, step.events):
                     await self._send(send, data)
+        await self._exchange.keep()
         await self._send(send, writer.end(), is_last=True)
 
     async def _send_body(self, send: Send) -> None:
         async with aclosing(self._exchange.steps()) as steps:
             async for _ in steps:
                 pass
+        await self._exchange.keep()
         await self._send(send, completion_body(self._exchange), is_last=True)
 
     async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from m1serve.store.records import TurnRecord
+from m1serve.store.records import TurnRecord, TurnsDelivered
 from m1serve.types import Mode
 
 if TYPE_CHECKING:
@@ -12,10 +12,8 @@ if TYPE_CHECKING:
     from m1serve.api.exchange import Exchange
 
 
-def turn_record(
-    exchange: Exchange, choice: ChoiceStream, *, was_delivered: bool, total_ms: float
-) -> TurnRecord:
-    """`choice` has stopped."""
+def turn_record(exchange: Exchange, choice: ChoiceStream, *, total_ms: float) -> TurnRecord:
+    """`choice` has stopped; whether it reached the client is told later."""
     assert choice.stop is not None
     serving, prepared = exchange.serving, exchange.prepared
     request, asked = prepared.generate, prepared.labels
@@ -49,11 +47,19 @@ def turn_record(
         stop=choice.stop,
         stop_detail=choice.stop_detail,
         finish_reason=choice.finish_reason,
-        was_delivered=was_delivered,
+        was_delivered=False,
         cached_tokens=exchange.cached_tokens,
         tokenizer_digest=serving.tokenizer.digest,
         template_digest=serving.template_digest,
         numerics_digest=serving.numerics_digest,
         ttft_ms=exchange.ttft_ms,
         total_ms=total_ms,
+    )
+
+
+def delivery_record(exchange: Exchange) -> TurnsDelivered:
+    return TurnsDelivered(
+        session_id=exchange.prepared.session_id,
+        tenant_id=exchange.prepared.caller.tenant_id,
+        turn_ids=tuple(choice.turn_id for choice in exchange.choices),
     )

@@ -39,6 +39,7 @@ def feedback_router(serving: Serving) -> APIRouter:
             comment=given.comment,
         )
         serving.journal.append(record)
+        await serving.written()
         return JSONResponse({"id": record.feedback_id, "object": "feedback"})
 
     @router.post("/v1/sessions/{session_id}/end")
@@ -50,6 +51,7 @@ def feedback_router(serving: Serving) -> APIRouter:
                 session_id=session_id, tenant_id=caller.tenant_id, at=time.time(), reason="end"
             )
         )
+        await serving.written()
         return JSONResponse({"id": session_id, "object": "session", "status": "ended"})
 
     return router

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +20,11 @@ from m1serve.errors import RequestError
 from m1serve.metrics import Metrics
 from m1serve.store.records import JournalRecord
 
+logger = logging.getLogger(__name__)
+
+WRITE_WAIT_S = 1.0
+"""A disk that hangs for longer holds up no answer."""
+
 
 class Journal(Protocol):
     """JournalWriter, or something in memory."""
@@ -29,6 +37,10 @@ class Journal(Protocol):
 
     def append(self, record: JournalRecord, /) -> object:
         """Returns at once; the record is on disk soon."""
+        ...
+
+    def when_written(self, callback: Callable[[], None], /) -> None:
+        """Calls back, from any thread, once what was appended before outlives this process."""
         ...
 
 
@@ -50,6 +62,21 @@ class Serving:
     def names(self) -> tuple[str, ...]:
         """What `model` may say."""
         return (self.settings.model.model_id, *self.settings.model.aliases)
+
+    async def written(self) -> None:
+        """Before anything is acknowledged: what was journalled so far survives a kill from here."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(done.set)
+
+        self.journal.when_written(tell)
+        try:
+            async with asyncio.timeout(WRITE_WAIT_S):
+                await done.wait()
+        except TimeoutError:
+            logger.error("the journal's disk does not answer; a crash now would lose turns")
 
     def check_name(self, name: str) -> str:
         if name not in self.names:

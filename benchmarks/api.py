@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,6 +43,9 @@ class Forgetful:
 
     def append(self, record: object, /) -> None:
         del record
+
+    def when_written(self, callback: Callable[[], None], /) -> None:
+        callback()
 
 
 def serve(port: int, ready: Connection) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 import pytest
@@ -19,7 +19,7 @@ from m1serve.chat.byte_tokenizer import byte_tokenizer
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import Settings
 from m1serve.errors import RequestError
-from m1serve.store.records import JournalRecord, TurnRecord
+from m1serve.store.records import JournalRecord, TurnRecord, TurnsDelivered
 from m1serve.types import (
     Capabilities,
     Delta,
@@ -162,6 +162,21 @@ class Kept(list[JournalRecord]):
 
     dropped = 0
     num_queued = 0
+
+    def append(self, record: JournalRecord) -> None:
+        """Turns of a delivery are marked, as the ledger does."""
+        if isinstance(record, TurnsDelivered):
+            self[:] = [
+                replace(r, was_delivered=True)
+                if isinstance(r, TurnRecord) and r.turn_id in record.turn_ids
+                else r
+                for r in self
+            ]
+        else:
+            super().append(record)
+
+    def when_written(self, callback: Callable[[], None]) -> None:
+        callback()
 
 
 @dataclass

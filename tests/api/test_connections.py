@@ -53,6 +53,33 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(serve: Any, eventuall
         assert world.turns == []
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_no_answer_is_whole_before_its_turn_is_written(
+    serve: Any, eventually: Any, is_stream: bool
+) -> None:
+    async with serve() as world:
+        waiting: list[Any] = []
+        world.journal.when_written = waiting.append
+        async with httpx.AsyncClient(verify=False) as http:
+            body = {"model": "fake", "messages": HI, "stream": is_stream}
+            asking = asyncio.create_task(http.post(f"{world.url}/v1/chat/completions", json=body))
+            await eventually(lambda: waiting)
+            await asyncio.sleep(0.1)
+            assert not asking.done()
+            assert [turn.was_delivered for turn in world.turns] == [False]
+            waiting[0]()
+            assert (await asking).status_code == 200
+        assert [turn.was_delivered for turn in world.turns] == [True]
+
+
+async def test_a_disk_that_hangs_holds_up_no_answer_for_long(serve: Any) -> None:
+    async with serve() as world, httpx.AsyncClient(verify=False) as http:
+        world.journal.when_written = lambda _: None
+        body = {"model": "fake", "messages": HI}
+        answer = await http.post(f"{world.url}/v1/chat/completions", json=body, timeout=3)
+        assert answer.status_code == 200
+
+
 async def test_slow_streams_are_kept_alive_by_comments(serve: Any) -> None:
     async with serve("Hi", serve={"keep_alive_s": 0.03}) as world:
         world.engine.before_start_s = 0.2
