@@ -9,7 +9,8 @@ from __future__ import annotations
 from m1serve.online_rl.packing import split_minibatches
 from m1serve.online_rl.run_metrics import claim_metrics, mismatch_metrics, step_metrics
 from m1serve.online_rl.samples import build_groups
-from m1serve.online_rl.workshop import Outcome, Workshop
+from m1serve.online_rl.workshop import Workshop
+from m1serve.store.runs import Outcome
 from m1serve.types import VersionState
 
 

@@ -10,13 +10,15 @@ import logging
 from m1serve.chat.reply import turn_from_ids
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import ScoreSettings
-from m1serve.online_rl.scorers.sandbox import START_S, Sandbox, Verdict
+from m1serve.online_rl.scorers.sandbox import Sandbox, Verdict
 from m1serve.store import Store
 from m1serve.store.jobs import SCORE, ClaimedJob
 from m1serve.store.views import TrajectoryView
 from m1serve.types import RewardStatus, Turn
 
 RETRYABLE = frozenset({RewardStatus.CRASHED, RewardStatus.TIMEOUT})
+LEASE_MARGIN_S = 10.0
+"""Beyond the scorer's own time; when it runs out too early the token refuses one of two results."""
 RETRY_S = 1.0
 """Before the second attempt; each further one waits four times as long."""
 UNKNOWN_SCORER = "none"
@@ -28,7 +30,7 @@ def score_job(
     store: Store, tok: ChatTokenizer, sandbox: Sandbox, job_id: str, settings: ScoreSettings
 ) -> bool:
     """True when this delivery recorded a reward, be it one without a value."""
-    job = store.jobs.claim(job_id, lease_s=settings.timeout_s + START_S)
+    job = store.jobs.claim(job_id, lease_s=settings.timeout_s + LEASE_MARGIN_S)
     if job is None:
         return False
     if job.kind != SCORE:

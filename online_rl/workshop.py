@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
 
 import torch
 from pydantic import ValidationError
 
 from m1serve.config import Settings, TrainSettings
-from m1serve.errors import ConfigError, EngineError, FencedError, StoreError, WeightsError
+from m1serve.errors import ConfigError, EngineError, StoreError, WeightsError
 from m1serve.model.manifest import SERVING, TRAINER, read_manifest
 from m1serve.model.verify import TOKENIZER_FILE
 from m1serve.model.weights import (
@@ -25,21 +21,18 @@ from m1serve.model.weights import (
     write_version,
 )
 from m1serve.online_rl.examiner import Examiner
+from m1serve.online_rl.held_run import HeldRun
 from m1serve.online_rl.learner import Learner
 from m1serve.online_rl.packing import Row
 from m1serve.online_rl.parity import Mismatch, main_version, measure_mismatch
 from m1serve.online_rl.run_metrics import finite
-from m1serve.store import Store
-from m1serve.store.run_views import RunLease, RunView
+from m1serve.store.runs import Outcome
 from m1serve.store.versions import WeightsVersion
 from m1serve.store.views import TrajectoryView
 from m1serve.types import VersionRef, VersionState
 
-Outcome = Literal["promoted", "rejected", "skipped", "failed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OPEN_STATES = frozenset({VersionState.CANDIDATE, VersionState.VERIFIED, VersionState.GATED})
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 
 def with_overrides(settings: TrainSettings, overrides: Mapping[str, object]) -> TrainSettings:
@@ -63,47 +56,15 @@ class WeightsFile:
 
 
 @dataclass(kw_only=True)
-class Workshop:
-    """One claimed run. Each method is one step; rows are written under the run's lease only."""
+class Workshop(HeldRun):
+    """Each method is one step of the cycle, or one way for it to end."""
 
-    store: Store
     settings: Settings
-    lease: RunLease
     examiner: Examiner
-    is_lost: threading.Event = field(default_factory=threading.Event)
-    """Set by whoever heartbeats, when the lease is gone."""
     train: TrainSettings = field(init=False)
 
     def __post_init__(self) -> None:
         self.train = with_overrides(self.settings.train, self.lease.overrides)
-
-    # ---- where the run stands ------------------------------------------------------------------
-
-    def enter(self, phase: str) -> None:
-        """Marks the row; FencedError when somebody else holds the run by now."""
-        self._check_lease()
-        logger.info("run_id=%s phase=%s", self.lease.run_id, phase)
-        self.store.runs.set_phase(self.lease.run_id, self.lease.token, phase)
-
-    def while_leased(self, items: Sequence[T]) -> Iterator[T]:
-        """The items, until the lease is lost; long loops go through here."""
-        for item in items:
-            self._check_lease()
-            yield item
-
-    def run(self) -> RunView:
-        run = self.store.runs.get(self.lease.run_id)
-        if run is None:
-            raise StoreError(f"run {self.lease.run_id} is gone from the ledger")
-        return run
-
-    def candidate(self) -> WeightsVersion | None:
-        """What this run committed, if it did."""
-        name = self.run().weights_version
-        return None if name is None else self.store.weights.get(name)
-
-    def candidate_state(self) -> VersionState:
-        return self._committed().state
 
     # ---- data and learner ----------------------------------------------------------------------
 
@@ -190,17 +151,17 @@ class Workshop:
     # ---- the verdict ---------------------------------------------------------------------------
 
     def verify(self) -> None:
-        version = self._committed()
+        version = self.committed()
         try:
-            gap = asyncio.run(self.examiner.verify(version.ref))
+            gap = self.wait_for(self.examiner.verify(version.ref))
         except (WeightsError, EngineError) as error:
             self._advance(version, VersionState.REJECTED, f"verification: {error}")
         else:
             self._advance(version, VersionState.VERIFIED, f"golden gap {gap:.1e}")
 
     def gate(self) -> None:
-        version = self._committed()
-        exam = asyncio.run(self.examiner.examine(self._parent_of(version), version.ref))
+        version = self.committed()
+        exam = self.wait_for(self.examiner.examine(self._parent_of(version), version.ref))
         overall = exam.decision.table[0]
         if exam.decision.is_passed:
             reason = (
@@ -213,7 +174,7 @@ class Workshop:
             self._advance(version, VersionState.REJECTED, f"gate: {reasons}")
 
     def promote(self) -> None:
-        version = self._committed()
+        version = self.committed()
         stable = self.store.weights.target(self.lease.model_id)
         if stable is not None and stable.weights_version not in (
             version.parent,
@@ -232,7 +193,7 @@ class Workshop:
         if claimed >= self.train.max_groups:
             self.store.runs.release(self.lease.run_id, self.lease.token, "burn")
         reason = f"{num} of {claimed} groups carry a signal, {self.train.min_groups} are needed"
-        return self._finish("skipped", reason, metrics)
+        return self.end("skipped", reason, metrics)
 
     def refuse(self, mismatch: Mismatch, metrics: Mapping[str, float]) -> Outcome:
         """Sampler and trainer compute different models; nothing is trained, the data stays."""
@@ -241,16 +202,16 @@ class Workshop:
             f"{mismatch.num_tokens} tokens of {mismatch.weights_version}, allowed is "
             f"{self.train.parity_mean_max:.0e}; check that both run the same weights and numerics"
         )
-        return self._finish("failed", reason, metrics)
+        return self.end("failed", reason, metrics)
 
     def finish(self, state: VersionState) -> Outcome:
         """After the last arrow: a rejected version's data is released or burned."""
-        version = self._committed()
+        version = self.committed()
         metrics = self.examiner.summary(self._parent_of(version), version.ref)
         if state is not VersionState.REJECTED:
-            return self._finish("promoted", version.reason, metrics)
+            return self.end("promoted", version.reason, metrics)
         self.store.runs.release(self.lease.run_id, self.lease.token, self.train.after_rejection)
-        return self._finish("rejected", version.reason, metrics)
+        return self.end("rejected", version.reason, metrics)
 
     def fail(self, reason: str) -> None:
         """For the supervisor, after an error of ours: no fault of the data, which is given back."""
@@ -258,33 +219,18 @@ class Workshop:
         if version is not None and version.state in OPEN_STATES:
             self._advance(version, VersionState.REJECTED, f"run failed: {reason}")
             self.store.runs.release(self.lease.run_id, self.lease.token, "release")
-        self._finish("failed", reason, {})
-
-    def _finish(self, outcome: Outcome, reason: str, metrics: Mapping[str, float]) -> Outcome:
-        self.store.runs.finish(
-            self.lease.run_id, self.lease.token, outcome, reason, finite(metrics)
-        )
-        logger.info("run_id=%s outcome=%s %s", self.lease.run_id, outcome, reason)
-        return outcome
+        self.end("failed", reason, {})
 
     def _advance(self, version: WeightsVersion, to_state: VersionState, reason: str) -> None:
         """A compare-and-set that finds another state leaves it; the cycle reads the row again."""
+        # version rows know no lease, so ask before the write
+        self.store.runs.heartbeat(self.lease.run_id, self.lease.token)
         self.store.weights.advance(version.weights_version, version.state, to_state, reason)
-
-    def _committed(self) -> WeightsVersion:
-        version = self.candidate()
-        if version is None:
-            raise StoreError(f"run {self.lease.run_id} has no committed version")
-        return version
 
     def _parent_of(self, version: WeightsVersion) -> VersionRef:
         if version.parent is None:
             raise StoreError(f"{version.weights_version} has no parent to be compared with")
         return self._known(version.parent).ref
-
-    def _check_lease(self) -> None:
-        if self.is_lost.is_set():
-            raise FencedError(f"run {self.lease.run_id} was taken over, or its trainer must stop")
 
     def _known(self, weights_version: str) -> WeightsVersion:
         version = self.store.weights.get(weights_version)
