@@ -17,7 +17,7 @@ from kombu.utils.json import dumps
 
 
 class Channel(filesystem.Channel):
-    def _put(self, queue: str, message: dict[str, Any], **_: object) -> None:
+    def _put(self, queue: str, message: dict[str, Any], /, **_: object) -> None:  # type: ignore[override]
         name = f"{round(time.monotonic() * 1000)}_{uuid.uuid4()}"
         folder = Path(self.data_folder_out)
         # only names that end in .<queue>.msg are read
