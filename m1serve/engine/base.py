@@ -1,4 +1,4 @@
-"""The Engine contract. Every implementation passes the one suite in tests/engine/test_contract.py."""
+"""The Engine contract. Every implementation passes the suite in tests/engine/test_contract.py."""
 
 from __future__ import annotations
 

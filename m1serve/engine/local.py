@@ -24,7 +24,7 @@ from m1serve.engine.generation import Sequence as Choice
 from m1serve.engine.outbox import Outlet
 from m1serve.engine.sampler import seeded_rng
 from m1serve.engine.staging import Staged, stage, swap_refused
-from m1serve.engine.step_thread import StepThread
+from m1serve.engine.step_thread import StepThread, step_thread_died
 from m1serve.engine.stopping import StopRules, ThinkBudget
 from m1serve.errors import EngineError, OverloadedError, RequestError, WeightsError
 from m1serve.types import (
@@ -168,6 +168,9 @@ class LocalEngine:
             return staged.accepted(switch_ms=(time.perf_counter() - begin) * 1e3)
 
     def stats(self) -> EngineStats:
+        """Raises EngineError when the step thread died: nothing will ever run here again."""
+        if self._thread.has_died:
+            raise step_thread_died()
         return self._core.stats
 
     async def close(self) -> None:
@@ -194,7 +197,9 @@ class LocalEngine:
         generation.sequences = [self._choice(generation, i) for i in range(request.n)]
         generation.unplaced.extend(generation.sequences)
         if not self._thread.post(partial(self._core.submit, generation)):
-            raise EngineError("the engine is closed or its step thread died; restart the replica")
+            raise (
+                step_thread_died() if self._thread.has_died else EngineError("the engine is closed")
+            )
         self._active.add(request.id)
         return generation
 

@@ -53,7 +53,7 @@ class RemoteEngine:
 
     @property
     def weights_version(self) -> str:
-        """As of the last refresh or the last request that started."""
+        """As of the last refresh."""
         return self._description.weights_version
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Started | Delta]:

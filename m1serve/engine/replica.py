@@ -60,6 +60,7 @@ def engine_app(
         # every open stream counts; the engine's own queue is what refuses
         max_ongoing_requests=2 * (engine.num_slots + engine.max_waiting),
         graceful_shutdown_timeout_s=GRACE_S,
+        graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": 0},
     )(EngineReplica)
     app: Application = deployment.bind(settings, slot, version)
@@ -124,8 +125,15 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Ray Serve restarts the replica when this raises."""
+        self._engine.stats()
         if self._watching is not None and self._watching.done():
             self._watching.result()
+
+    async def __del__(self) -> None:
+        """Ray Serve awaits this when the replica has drained."""
+        if self._watching is not None:
+            self._watching.cancel()
+        await self._engine.close()
 
 
 def _start(settings: Settings, version: VersionRef) -> Engine:

@@ -25,6 +25,11 @@ class StepThread:
         self._thread = threading.Thread(target=self._run, name="m1serve-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def has_died(self) -> bool:
+        """It ended without being asked to."""
+        return self._is_closed and not self._is_closing
+
     def post(self, command: Command) -> bool:
         """Runs it between two steps; from any thread. False: nothing runs here any more."""
         with self._wake:
@@ -59,9 +64,7 @@ class StepThread:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        error: EngineError | None = EngineError(
-            "the engine's step thread died; the log has the reason, restart the replica"
-        )
+        error: EngineError | None = step_thread_died()
         try:
             while not self._is_closing:
                 self._obey()
@@ -85,3 +88,7 @@ class StepThread:
     @property
     def _is_stopping(self) -> bool:
         return self._is_closing or self._is_closed
+
+
+def step_thread_died() -> EngineError:
+    return EngineError("the engine's step thread died; the log has the reason, restart the replica")

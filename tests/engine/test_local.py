@@ -318,6 +318,8 @@ async def test_a_dead_step_thread_leaves_nobody_waiting(make_rig: Any, tok: Chat
         await plain(rig, 2, prompt_ids=(*rig.prompt(), poison))
     with pytest.raises(EngineError, match="restart the replica"):
         await plain(rig, 1)
+    with pytest.raises(EngineError, match="restart the replica"):
+        rig.engine.stats()
 
 
 async def test_closing_ends_streams_and_refuses_more(local: StartRig, versions: Versions) -> None:
