@@ -10,9 +10,16 @@ from sqlalchemy.orm import Session
 from m1serve.store.database import Database, changed
 from m1serve.store.facts import load_facts, save_links, with_superseded
 from m1serve.store.jobs import SCORE, job_row
-from m1serve.store.rewards import FEEDBACK_METRIC, FEEDBACK_SCORER, Verdict, store_verdict
+from m1serve.store.rewards import (
+    FEEDBACK_METRIC,
+    FEEDBACK_SCORER,
+    Verdict,
+    set_state,
+    store_verdict,
+)
 from m1serve.store.tables import FeedbackRow, SessionRow, TrajectoryRow, TrajectoryTurnRow
 from m1serve.store.trajectories import (
+    NOT_DELIVERED,
     SIDE_REQUEST,
     TURN_LOST,
     Segment,
@@ -85,6 +92,28 @@ class SessionCloser:
             )
         )
         changed(self._session, stop)
+
+    def recheck_delivery(self, row: SessionRow) -> None:
+        """After news of a delivery that came later than the end of a closed session."""
+        if row.closed_at is None:
+            return
+        facts = {turn.turn_id: turn for turn in load_facts(self._session, row.session_key)}
+        query = select(TrajectoryRow).where(
+            TrajectoryRow.session_key == row.session_key,
+            TrajectoryRow.state == "ineligible",
+            TrajectoryRow.state_reason == NOT_DELIVERED,
+        )
+        for trajectory in self._session.scalars(query.with_for_update()).all():
+            own = select(TrajectoryTurnRow.turn_id).where(
+                TrajectoryTurnRow.trajectory_id == trajectory.trajectory_id,
+                ~TrajectoryTurnRow.is_context,
+            )
+            ids = self._session.scalars(own.order_by(TrajectoryTurnRow.position))
+            segment = Segment(turns=tuple(facts[turn_id] for turn_id in ids), context=())
+            reason = why_not_trainable(segment, is_incomplete=row.is_incomplete)
+            trajectory.is_trainable, trajectory.state_reason = reason == "", reason
+            set_state(trajectory)
+        self.build(row)
 
     def apply_feedback(self, trajectory_ids: Sequence[str]) -> None:
         """The newest feedback reward, for trajectories that no scorer will judge."""

@@ -88,9 +88,9 @@ class Database:
             return 0
         insert = sqlite.insert if self.dialect == "sqlite" else postgresql.insert
         target = Base.metadata.tables[table.__tablename__]
-        statement = insert(target).values(list(rows)).on_conflict_do_nothing()
-        # not rowcount: psycopg does not tell it for this statement
-        return len(session.execute(statement.returning(*target.primary_key)).all())
+        # counted by what returns: psycopg tells no rowcount for this statement
+        statement = insert(target).on_conflict_do_nothing().returning(*target.primary_key)
+        return len(session.execute(statement, [dict(row) for row in rows]).all())
 
     def ping(self) -> None:
         with self.read() as session:

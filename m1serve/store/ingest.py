@@ -60,7 +60,7 @@ def ingest(
     with db.write() as session:
         work = _Ingest(db, session, job_max_attempts=job_max_attempts)
         work.lock_sessions(turns, entries)
-        num_new = work.mark_delivered(_delivered(entries))
+        num_new = work.mark_delivered(entries)
         num_new += work.store_turns(turns)
         num_new += work.end_sessions(entries)
         num_new += work.store_feedback(entries)
@@ -88,18 +88,24 @@ class _Ingest:
         for end in _ends(entries):
             wanted.setdefault(_key_of(end), session_of_end(end))
         self._db.insert_new(self._session, SessionRow, [wanted[key] for key in sorted(wanted)])
-        for part in chunks(sorted(wanted)):
+        delivered = {_key_of(record) for record in _deliveries(entries)}
+        for part in chunks(sorted(wanted.keys() | delivered)):
             query = select(SessionRow).where(SessionRow.session_key.in_(part))
             locked = query.order_by(SessionRow.session_key).with_for_update()
             for row in self._session.scalars(locked):
                 self._rows[row.session_key] = row
 
-    def mark_delivered(self, turn_ids: Sequence[str]) -> int:
+    def mark_delivered(self, entries: Sequence[JournalEntry]) -> int:
         """Those whose turn came with an earlier batch; before anything is linked or closed."""
         num_new = 0
-        for part in chunks(turn_ids):
-            mark = update(TurnRow).where(TurnRow.turn_id.in_(part), ~TurnRow.was_delivered)
-            num_new += changed(self._session, mark.values(was_delivered=True))
+        for record in _deliveries(entries):
+            mark = update(TurnRow).where(
+                TurnRow.turn_id.in_(record.turn_ids), ~TurnRow.was_delivered
+            )
+            num_marked = changed(self._session, mark.values(was_delivered=True))
+            if num_marked and _key_of(record) in self._rows:
+                self._closer.recheck_delivery(self._rows[_key_of(record)])
+            num_new += num_marked
         return num_new
 
     def store_turns(self, turns: Sequence[CapturedTurn]) -> int:
@@ -225,7 +231,7 @@ def _captured(entries: Sequence[JournalEntry], tenant_key: bytes) -> list[Captur
     """Turns of mode off are counted where they were served and kept nowhere."""
     secrets: dict[str, bytes] = {}
     turns: dict[str, CapturedTurn] = {}
-    delivered = set(_delivered(entries))
+    delivered = {turn_id for record in _deliveries(entries) for turn_id in record.turn_ids}
     for entry in entries:
         record = entry.record
         if isinstance(record, TurnRecord) and record.mode is not Mode.OFF:
@@ -256,14 +262,13 @@ def _trajectories_of(session: Session, given: FeedbackGiven) -> list[str]:
     return list(session.scalars(query.where(TrajectoryRow.trajectory_id.in_(own))))
 
 
-def _delivered(entries: Sequence[JournalEntry]) -> list[str]:
-    records = (entry.record for entry in entries)
-    return [id_ for r in records if isinstance(r, TurnsDelivered) for id_ in r.turn_ids]
+def _deliveries(entries: Sequence[JournalEntry]) -> list[TurnsDelivered]:
+    return [entry.record for entry in entries if isinstance(entry.record, TurnsDelivered)]
 
 
 def _ends(entries: Sequence[JournalEntry]) -> list[SessionEnded]:
     return [entry.record for entry in entries if isinstance(entry.record, SessionEnded)]
 
 
-def _key_of(end: SessionEnded) -> str:
-    return session_key(end.tenant_id, end.session_id)
+def _key_of(record: SessionEnded | TurnsDelivered) -> str:
+    return session_key(record.tenant_id, record.session_id)

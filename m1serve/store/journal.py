@@ -140,7 +140,11 @@ class JournalWriter:
             if batch:
                 self._write(batch)
             for callback in callbacks:
-                callback()
+                try:
+                    callback()
+                except RuntimeError as error:
+                    # its event loop was closed meanwhile; the journal goes on
+                    _log.warning("journal %s: nobody waits any more: %s", self.writer, error)
         self._leave_segment()
         self._later.put(None)
 

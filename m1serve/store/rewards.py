@@ -125,11 +125,19 @@ def store_verdict(session: Session, row: TrajectoryRow, verdict: Verdict, at: fl
         )
     )
     row.reward, row.reward_status, row.updated_at = reward.value, reward.status.value, at
-    if row.is_trainable and row.state in ("pending", "eligible", "ineligible"):
-        if reward.value is not None:
-            row.state, row.state_reason = "eligible", ""
-        else:
-            row.state, row.state_reason = "ineligible", f"reward: {reward.status.value}"
+    set_state(row)
+
+
+def set_state(row: TrajectoryRow) -> None:
+    """What its reward makes of a trajectory that nobody claimed."""
+    if not row.is_trainable or row.state not in ("pending", "eligible", "ineligible"):
+        return
+    if row.reward is not None:
+        row.state, row.state_reason = "eligible", ""
+    elif row.reward_status is not None:
+        row.state, row.state_reason = "ineligible", f"reward: {row.reward_status}"
+    else:
+        row.state, row.state_reason = "pending", ""
 
 
 def _stored(row: RewardRow) -> StoredReward:

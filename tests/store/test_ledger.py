@@ -226,6 +226,34 @@ def test_a_turn_is_trained_once_its_delivery_is_known(
     assert row.state == "pending"
 
 
+@pytest.mark.parametrize(
+    ("value", "state"), [(1.0, "eligible"), (None, "ineligible"), ("unscored", "pending")]
+)
+def test_a_delivery_known_after_the_end_still_counts(workshop: Any, value: Any, state: str) -> None:
+    trajectory_id = workshop.episode("s", was_delivered=False)
+    if value != "unscored":
+        workshop.reward(trajectory_id, value)
+    assert workshop.state(trajectory_id) == "ineligible"
+    (turn,) = workshop.store.ledger.trajectory(trajectory_id).turns
+    sent = TurnsDelivered(session_id="s", tenant_id="tenant", turn_ids=(turn.turn_id,))
+    entries = workshop.recorder.entries(sent)
+    assert workshop.store.ledger.ingest(entries) == 1
+    assert workshop.store.ledger.ingest(entries) == 0
+    assert workshop.state(trajectory_id) == state
+
+
+def test_an_answer_taken_for_a_lost_one_gets_its_trajectory_when_it_was_not(
+    store: Store, recorder: Any
+) -> None:
+    one = recorder.turn((1, 2), (3,), request_hash="same")
+    two = recorder.turn((1, 2), (4,), request_hash="same", was_delivered=False)
+    store.ledger.ingest(recorder.entries(one, two, recorder.end()))
+    assert store.ledger.count_trajectories() == {"pending": 1}
+    sent = TurnsDelivered(session_id="session", tenant_id="tenant", turn_ids=(two.turn_id,))
+    store.ledger.ingest(recorder.entries(sent))
+    assert store.ledger.count_trajectories() == {"pending": 2}
+
+
 def test_a_turn_whose_delivery_nobody_saw_is_kept_and_never_trained(workshop: Any) -> None:
     trajectory_id = workshop.eligible("s", was_delivered=False)
     assert workshop.state(trajectory_id) == "ineligible"
