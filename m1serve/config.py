@@ -101,6 +101,8 @@ class TrainSettings(_Section):
     max_age_versions: int = Field(default=4, ge=0)
     every_s: float | None = None
     """Period of automatic retraining; None means only on request."""
+    lease_s: float = Field(default=15.0, gt=0)
+    """A run whose trainer gave no sign of life for this long is taken over by the next one."""
     after_rejection: Literal["release", "burn"] = "burn"
     """What becomes of a rejected run's trajectories."""
     serving_dtype: Literal["float32", "bfloat16"] = "float32"

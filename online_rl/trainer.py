@@ -28,8 +28,7 @@ from m1serve.store import Store
 from m1serve.store.run_views import RunLease
 from m1serve.types import VersionRef
 
-LEASE_S = 15.0
-HEARTBEAT_S = 3.0
+HEARTBEATS_A_LEASE = 5
 IDLE_S = 0.5
 logger = logging.getLogger(__name__)
 
@@ -59,10 +58,9 @@ class Trainer:
         tok: ChatTokenizer,
         sandbox: Sandbox,
         owner: str,
-        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.store, self.settings, self.owner = store, settings, owner
-        self.heartbeat_s = heartbeat_s
+        self.heartbeat_s = settings.train.lease_s / HEARTBEATS_A_LEASE
         self.examiner = Examiner(
             store=store,
             tok=tok,
@@ -80,7 +78,7 @@ class Trainer:
     def work_once(self, stop: threading.Event) -> bool:
         """Claims a run and brings it to an end; False when there was none, or no store."""
         try:
-            lease = self.store.runs.claim_next(self.owner, LEASE_S)
+            lease = self.store.runs.claim_next(self.owner, self.settings.train.lease_s)
         except StoreError as error:
             logger.warning("no run can be claimed, trying again: %s", error)
             return False
