@@ -58,6 +58,11 @@ class Exchange:
                 return choice.spans[-1].weights_version
         return self.started.weights_version if self.started else self.serving.engine.weights_version
 
+    @property
+    def has_ended(self) -> bool:
+        """Every choice has stopped."""
+        return all(choice.stop is not None for choice in self.choices)
+
     async def steps(self) -> AsyncGenerator[Started | Step, None]:
         """Raises what the engine raises; EngineError or OverloadedError when a choice broke off."""
         items = self.serving.engine.generate(self.prepared.generate)
@@ -153,7 +158,7 @@ class Exchange:
             raise OverloadedError(f"the server aborted this request: {detail}; send it again")
 
     def _require_ends(self) -> None:
-        if any(choice.stop is None for choice in self.choices):
+        if not self.has_ended:
             raise EngineError("the engine ended its stream before every choice had stopped")
 
     def _remember(self, choice: ChoiceStream) -> None:

@@ -86,8 +86,10 @@ class LiveResponse(Response):
                 if isinstance(step, Started):
                     await self._send(send, writer.roles())
                 elif data := writer.step(step.choice, step.events):
+                    if self._exchange.has_ended:
+                        # some clients stop reading at the finish reason
+                        await self._exchange.keep()
                     await self._send(send, data)
-        await self._exchange.keep()
         await self._send(send, writer.end(), is_last=True)
 
     async def _send_body(self, send: Send) -> None:
