@@ -116,8 +116,13 @@ class VersionBatch:
         if has_failed or not sequence.generation.is_cacheable:
             return
         space, ids = self._space(sequence), sequence.all_ids
-        if self._cache.wants(space, ids):
+        if not self._cache.wants(space, ids):
+            return
+        try:
             self._cache.put(space, ids, self.rows.pool.snapshot(sequence.row))
+        except STEP_ERRORS as error:
+            # the turn is complete; only the next one will have more to read
+            logger.warning("request_id=%s leaves no snapshot: %s", sequence.request.id, error)
 
     def _space(self, sequence: Sequence) -> Space:
         return Space(weights_version=self.weights_version, salt=sequence.request.cache_salt)
@@ -143,10 +148,10 @@ class VersionBatch:
         sequences = [reading.sequence for reading in readings]
         try:
             read_together(self._model, self.rows.pool, readings)
+            for sequence in sequences:
+                self._keep_prefix(sequence)
         except STEP_ERRORS as error:
             return self._fail(sequences, error)
-        for sequence in sequences:
-            self._keep_prefix(sequence)
         return []
 
     def _next_stop(self, sequence: Sequence) -> int:
@@ -217,11 +222,15 @@ class VersionBatch:
             len(sequences),
             exc_info=error,
         )
-        stop = Stop(cause=StopCause.ERROR, detail=f"{type(error).__name__}: {error}")
+        stop = failed_by(error)
         for sequence in reversed(sequences):
             sequence.stop = stop
             self.rows.release(sequence)
         return sequences
+
+
+def failed_by(error: Exception) -> Stop:
+    return Stop(cause=StopCause.ERROR, detail=f"{type(error).__name__}: {error}")
 
 
 def _broken(logprob: float) -> Stop:

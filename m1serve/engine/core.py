@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 
 from m1serve.config import EngineSettings
 from m1serve.engine.admission import unknown_pin
-from m1serve.engine.batch import Progress, VersionBatch
+from m1serve.engine.batch import STEP_ERRORS, Progress, VersionBatch, failed_by
 from m1serve.engine.generation import ABORTED, Generation, Sequence
+from m1serve.engine.held_versions import HeldVersions
 from m1serve.engine.outbox import Outbox
 from m1serve.engine.prefix_cache import PrefixCache
 from m1serve.engine.sampler import Sampler
@@ -16,6 +18,8 @@ from m1serve.engine.scheduler import WaitingQueue
 from m1serve.engine.stopping import Stop
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.types import EngineStats, StopCause
+
+logger = logging.getLogger(__name__)
 
 OVERDUE = Stop(cause=StopCause.ABORT, detail="deadline")
 
@@ -38,16 +42,11 @@ class EngineCore:
         self._open: dict[str, Generation] = {}
         self._sampled_tokens = self._prefilled_tokens = self._cached_tokens = 0
         self._num_swaps = 0
-        self._batches = [self._new_batch(model, weights_version)]
-        """Newest last; the last one takes what starts."""
+        self._versions = HeldVersions(self._new_batch(model, weights_version))
 
     @property
     def weights_version(self) -> str:
-        return self._batches[-1].weights_version
-
-    @property
-    def held_versions(self) -> tuple[str, ...]:
-        return tuple(batch.weights_version for batch in self._batches)
+        return self._versions.current.weights_version
 
     @property
     def has_work(self) -> bool:
@@ -56,10 +55,10 @@ class EngineCore:
     @property
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_running=sum(len(batch.rows) for batch in self._batches),
+            num_running=self._versions.num_rows,
             num_waiting=self._waiting.num_not_started,
             num_slots=self._settings.num_slots,
-            versions=self.held_versions,
+            versions=self._versions.names,
             sampled_tokens=self._sampled_tokens,
             prefilled_tokens=self._prefilled_tokens,
             cached_tokens=self._cached_tokens,
@@ -70,8 +69,8 @@ class EngineCore:
 
     def submit(self, generation: Generation) -> None:
         pin = generation.request.weights_pin
-        if pin is not None and pin not in self.held_versions:
-            generation.outlet.put(unknown_pin(pin, self.held_versions))
+        if pin is not None and pin not in self._versions.names:
+            generation.outlet.put(unknown_pin(pin, self._versions.names))
             self.outbox.flush()
             return
         self._open[generation.request.id] = generation
@@ -85,17 +84,16 @@ class EngineCore:
 
     def switch(self, model: M1ForCausalLM, weights_version: str) -> None:
         """What starts later gets this version; running requests do as their `in_flight` says."""
-        held = [b for b in self._batches if b.weights_version == weights_version]
-        fresh = held[0] if held else self._new_batch(model, weights_version)
-        self._batches = [b for b in self._batches if b is not fresh]
-        for batch in self._batches:
+        held = self._versions.get(weights_version)
+        fresh = held or self._new_batch(model, weights_version)
+        for batch in (batch for batch in self._versions if batch is not fresh):
             for sequence in (*batch.rows.decoding, *batch.rows.reading):
                 if sequence.generation.follows_weights:
                     self._move_off(batch, sequence)
         for generation in self._open.values():
             if generation.follows_weights:
                 generation.rebind()
-        self._batches.append(fresh)
+        self._versions.make_current(fresh)
         self._num_swaps += 1
         self._drop_drained()
 
@@ -115,7 +113,7 @@ class EngineCore:
         now_s = time.monotonic()
         self._end_overdue(now_s)
         self._read_prompts()
-        for batch in self._batches:
+        for batch in self._versions:
             self._sampled_tokens += len(batch.rows.decoding)
             self._finish(batch.decode(), batch.weights_version)
         self._hand_out(now_s)
@@ -132,7 +130,7 @@ class EngineCore:
         while True:
             self._place(budget_tokens)
             num_read = 0
-            for batch in self._batches:
+            for batch in self._versions:
                 progress = batch.read(budget_tokens - num_read)
                 num_read += progress.num_tokens
                 self._settle(batch, progress)
@@ -143,24 +141,37 @@ class EngineCore:
 
     def _place(self, budget_tokens: int) -> None:
         """Rows for the next in the queue, as long as rows and the budget last."""
-        num_free = self._settings.num_slots - sum(len(batch.rows) for batch in self._batches)
-        num_planned = sum(batch.num_unread for batch in self._batches)
+        num_free = self._settings.num_slots - self._versions.num_rows
+        num_planned = sum(batch.num_unread for batch in self._versions)
         while num_free > 0 and (generation := self._waiting.peek()) is not None:
-            sequence, batch = generation.unplaced[0], self._batch_of(generation)
-            if sequence.is_fresh and generation.prompt_end is not None:
-                batch.rows.fork(sequence, generation.prompt_end)
-            elif sequence.is_fresh and generation.leader is not None:
+            sequence = generation.unplaced[0]
+            if sequence.is_fresh and generation.leader is not None:
                 # it comes back when its first choice has read the prompt
                 self._waiting.pop()
                 continue
-            elif num_planned >= budget_tokens or not self._open_row(batch, sequence):
-                return
-            else:
-                num_planned += sequence.num_unread
-            generation.unplaced.popleft()
+            try:
+                if not self._place_one(
+                    generation, sequence, has_budget=num_planned < budget_tokens
+                ):
+                    return
+            except STEP_ERRORS as error:
+                logger.error("request_id=%s gets no row", generation.request.id, exc_info=error)
+                self._end(generation, failed_by(error))
+                continue
+            num_planned += sequence.num_unread
             num_free -= 1
-            if not generation.unplaced:
-                generation.prompt_end = None
+
+    def _place_one(self, generation: Generation, sequence: Sequence, *, has_budget: bool) -> bool:
+        """False: not in this step, and then nobody behind it either."""
+        batch = self._versions.batch_of(generation)
+        if sequence.is_fresh and generation.prompt_end is not None:
+            batch.rows.fork(sequence, generation.prompt_end)
+        elif not has_budget or not self._open_row(batch, sequence):
+            return False
+        generation.unplaced.popleft()
+        if not generation.unplaced:
+            generation.prompt_end = None
+        return True
 
     def _open_row(self, batch: VersionBatch, sequence: Sequence) -> bool:
         """False: it is better off waiting for a prefix that is being read right now."""
@@ -195,7 +206,7 @@ class EngineCore:
                 self._end(generation, stop)
 
     def _hand_out(self, now_s: float) -> None:
-        for batch in self._batches:
+        for batch in self._versions:
             for sequence in batch.rows.decoding:
                 if sequence.emit_at_s <= now_s:
                     sequence.emit_at_s = now_s + sequence.request.min_delta_interval_s
@@ -222,7 +233,7 @@ class EngineCore:
         generation.prompt_end = None
         running = [s for s in generation.sequences if not s.is_over]
         for sequence in running:
-            for batch in self._batches:
+            for batch in self._versions:
                 if sequence in batch.rows:
                     batch.rows.release(sequence)
             sequence.stop = stop
@@ -238,23 +249,9 @@ class EngineCore:
         generation.unplaced.appendleft(sequence)
         self._waiting.push(generation)
 
-    # ---- versions ------------------------------------------------------------------------------
-
-    def _batch_of(self, generation: Generation) -> VersionBatch:
-        wanted = generation.weights_version or generation.request.weights_pin
-        if wanted is None:
-            return self._batches[-1]
-        return next(b for b in self._batches if b.weights_version == wanted)
-
     def _drop_drained(self) -> None:
-        """Lets go of old versions that nobody runs on or waits for."""
-        if len(self._batches) == 1:
-            return
-        wanted = {g.weights_version or g.request.weights_pin for g in self._open.values()}
-        for batch in self._batches[:-1]:
-            if batch.weights_version not in wanted:
-                self._batches.remove(batch)
-                self._cache.drop_version(batch.weights_version)
+        for weights_version in self._versions.drop_drained(self._open.values()):
+            self._cache.drop_version(weights_version)
 
     def _new_batch(self, model: M1ForCausalLM, weights_version: str) -> VersionBatch:
         return VersionBatch(

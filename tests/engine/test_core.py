@@ -15,10 +15,19 @@ from m1serve.engine.core import EngineCore
 from m1serve.engine.generation import Generation, Sequence
 from m1serve.engine.outbox import Item, Outbox, Outlet
 from m1serve.engine.sampler import seeded_rng
+from m1serve.engine.slots import SlotPool
 from m1serve.engine.stopping import StopRules
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.model.weights import load_version
-from m1serve.types import Delta, GenerateRequest, Limits, Sampling, Started, VersionRef
+from m1serve.types import (
+    Delta,
+    GenerateRequest,
+    Limits,
+    Sampling,
+    Started,
+    StopCause,
+    VersionRef,
+)
 
 
 class Listener(Outlet):
@@ -168,3 +177,31 @@ def test_nothing_is_left_behind_when_all_is_said(model: M1ForCausalLM, tok: Chat
     assert not bench.core.has_work
     stats = bench.core.stats
     assert (stats.num_running, stats.num_waiting, stats.sampled_tokens) == (0, 0, 6 * 7)
+
+
+def test_a_request_that_finds_no_memory_ends_and_others_go_on(
+    model: M1ForCausalLM, tok: ChatTokenizer
+) -> None:
+    bench = Bench(model, tok)
+    talking = bench.submit(8)
+    bench.step()
+    rows = bench.core._versions.current.rows
+    rows.pool = Full(rows.pool)
+    refused = bench.submit(20, n=2)
+    bench.step()
+    last = [item for item in refused.items if isinstance(item, Delta)]
+    assert [item.stop for item in last] == [StopCause.ERROR] * 2
+    assert "out of memory" in str(last[0].stop_detail)
+    assert talking.num_tokens == 2
+
+
+class Full(SlotPool):
+    """Has no memory for another row."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        self.__dict__.update(pool.__dict__)
+
+    def ensure(self, *, rows: int, tokens: int) -> None:
+        if rows > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        super().ensure(rows=rows, tokens=tokens)
