@@ -140,6 +140,8 @@ def _start_ray() -> None:
     # read by Ray's processes, which inherit them
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Ray's default of 15 lets a training run on the same cores starve what serves
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address="local",
         num_cpus=1,
