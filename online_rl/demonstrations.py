@@ -19,6 +19,7 @@ from m1serve.envs.saying import CAREFUL, Say, Shortcuts
 from m1serve.envs.task import TaskId
 
 _NUMBERS = 10**12
+_PROMPT_EVERY = 4
 SMALL_TALK = (
     (
         ("Hi!", "hi", "Hello", "hello!", "Hey", "hey there", "Good morning", "Hello there!"),
@@ -131,18 +132,18 @@ def task_conversation(
     return Conversation(prefix_ids=prefix_ids, ids=tuple(tail.ids), is_said=tuple(tail.is_said))
 
 
-def sample_texts(count: int, rng: random.Random, mix: DemonstrationMix) -> list[str]:
-    """To train a tokenizer on: prompts, requests, replies and tool results of every family."""
+def sample_texts(
+    bare: ChatTokenizer, count: int, rng: random.Random, mix: DemonstrationMix
+) -> list[str]:
+    """Conversations as text, to train a tokenizer on; `bare` is one that only knows bytes."""
     texts: list[str] = []
     for i in range(count):
         problem = _draw(FAMILIES[i % len(FAMILIES)], rng)
-        played = play(problem, rng, mix.shortcuts)
-        texts.append(f"user name=user\n{problem.task.user}")
-        texts += [f"ai name=assistant\n{render_say(s)}" for s in played.said]
-        texts += [m.content for turn in _results(played) for m in turn]
-        if i // len(FAMILIES) % 4 == 0:
-            tools = "".join(json.dumps(t) + "\n" for t in problem.task.tools)
-            texts.append(f"system ai_setting=assistant\n{problem.task.system}\n{tools}")
+        conversation = task_conversation(bare, problem, rng, mix)
+        texts.append(bare.decode(conversation.ids))
+        # rarer than in use, so that merges are not all spent on them
+        if i // len(FAMILIES) % _PROMPT_EVERY == 0:
+            texts.append(bare.decode(conversation.prefix_ids))
     return texts
 
 

@@ -28,7 +28,7 @@ from m1serve.online_rl.demonstrations import sample_texts
 from m1serve.online_rl.sft_batches import DemonstrationBatches, Part, measure_widths
 from m1serve.online_rl.sft_loss import GradientPass
 from m1serve.online_rl.sft_recipe import Schedule, SftRecipe, read_recipe
-from m1serve.online_rl.sft_tokenizer import save_tokenizer, train_tokenizer
+from m1serve.online_rl.sft_tokenizer import bare_tokenizer, save_tokenizer, train_tokenizer
 
 LOG_FILE = "sft-log.jsonl"
 _LOG_EVERY_S = 5.0
@@ -97,16 +97,16 @@ class ColdStart:
 
     def _step(self, parts: list[Part], progress: float) -> int:
         schedule = self.recipe.schedule
-        num_said = [int((p.weight_BW == 2).sum()) for p in parts]
+        num_said = [p.num_said for p in parts]
         for part, said in zip(parts, num_said, strict=True):
             loss = self.gradients.add(part, 1.0 / sum(num_said))
-            self._said.setdefault(part.kind, []).append((loss, said))
+            self._said.setdefault(part.name, []).append((loss, said))
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), schedule.grad_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(progress, schedule)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
-        return sum(int((p.weight_BW > 0).sum()) for p in parts)
+        return sum(p.num_tokens for p in parts)
 
     def _report(self, step: int, tokens: int, seconds: float) -> dict[str, float]:
         loss = {
@@ -145,8 +145,13 @@ def _loader(recipe: SftRecipe, out: Path, workers: int) -> DataLoader[list[Part]
         out, recipe.batch, recipe.demonstrations, widths, recipe.schedule.seed
     )
     _log.info("rows are cut to %s", asdict(widths))
+    # forked workers would inherit the accelerator's threads and locks
     return DataLoader(
-        batches, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None
+        batches,
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
+        multiprocessing_context="spawn" if workers else None,
     )
 
 
@@ -157,7 +162,7 @@ def _start(recipe: SftRecipe, out: Path, init: Path | None, device: str) -> M1Fo
         shutil.copyfile(init / "tokenizer.json", out / "tokenizer.json")
         return load_model(init, device=device)
     rng = random.Random("tokenizer")
-    texts = sample_texts(recipe.tokenizer.texts, rng, recipe.demonstrations)
+    texts = sample_texts(bare_tokenizer(), recipe.tokenizer.texts, rng, recipe.demonstrations)
     save_tokenizer(train_tokenizer(texts, recipe.tokenizer.vocab_size), out)
     tok = ChatTokenizer.load(out)
     vocab_size = -(-tok.vocab_size // 64) * 64

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 from torch.utils.data import IterableDataset, get_worker_info
 
 from m1serve.chat.tokenizer import ChatTokenizer
@@ -29,40 +29,44 @@ from m1serve.online_rl.sft_recipe import BatchShape
 _SAMPLE_DESKS, _SAMPLE_ROWS = 40, 800
 
 
+Ints = npt.NDArray[np.int16]
+# read and said tokens in `kind_BW`; 0 is padding
+READ, SAID = 1, 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Rows of like length; every row continues one of the prompts."""
+    """Rows of like length; every row continues one of the prompts. Small, to cross processes."""
 
-    kind: str
+    name: str
     """desk or maths"""
-    prompts_PS: Tensor
-    prompt_length_P: Tensor
-    prompt_of_B: Tensor
-    ids_BW: Tensor
-    weight_BW: Tensor
-    """0 padding, 1 read, 2 said by the clerk"""
+    prompts_PS: Ints
+    prompt_length_P: Ints
+    prompt_of_B: Ints
+    ids_BW: Ints
+    kind_BW: Ints
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def arrays(self) -> tuple[Ints, ...]:
         return (
             self.prompts_PS,
             self.prompt_length_P,
             self.prompt_of_B,
             self.ids_BW,
-            self.weight_BW,
+            self.kind_BW,
         )
 
-    def to(self, device: torch.device) -> Part:
-        prompts_PS, prompt_length_P, prompt_of_B, ids_BW, weight_BW = (
-            t.to(device, non_blocking=True) for t in self.tensors()
-        )
-        return replace(
-            self,
-            prompts_PS=prompts_PS,
-            prompt_length_P=prompt_length_P,
-            prompt_of_B=prompt_of_B,
-            ids_BW=ids_BW,
-            weight_BW=weight_BW,
-        )
+    @property
+    def shape(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(a.shape for a in self.arrays())
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the rows, padding left out."""
+        return int(np.count_nonzero(self.kind_BW))
+
+    @property
+    def num_said(self) -> int:
+        return int(np.count_nonzero(self.kind_BW == SAID))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ class Widths:
     """Of a desk; desks with longer ones are not used."""
     desk: tuple[int, ...]
     """Rows of each part."""
-    maths: int
+    maths: tuple[int, ...]
 
 
 class DemonstrationBatches(IterableDataset[list[Part]]):
@@ -97,16 +101,12 @@ class DemonstrationBatches(IterableDataset[list[Part]]):
         shape = self.shape
         desks = _draw_desks(tok, rng, shape.desks, self.widths.prompt)
         rows = _desk_rows(tok, rng, self.mix, desks, shape.desk_rows, shape.max_tokens)
-        rows.sort(key=lambda c: len(c.ids))
-        num = shape.desk_parts
-        cuts = [i * len(rows) // num for i in range(num + 1)]
-        parts = [
-            _part("desk", rows[a:b], width, shape.desks, self.widths.prompt)
-            for a, b, width in zip(cuts, cuts[1:], self.widths.desk, strict=False)
-        ]
         maths = [maths_conversation(tok, rng, self.mix) for _ in range(shape.maths_rows)]
-        room = len(maths[0].prefix_ids) if maths else 0
-        return parts + ([_part("maths", maths, self.widths.maths, 1, room)] if maths else [])
+        maths_room = len(maths[0].prefix_ids)
+        return [
+            *_parts("desk", rows, self.widths.desk, shape.desks, self.widths.prompt),
+            *_parts("maths", maths, self.widths.maths, 1, maths_room),
+        ]
 
 
 def measure_widths(tokenizer: Path, shape: BatchShape, mix: DemonstrationMix) -> Widths:
@@ -115,12 +115,19 @@ def measure_widths(tokenizer: Path, shape: BatchShape, mix: DemonstrationMix) ->
     desks = [draw_desk(rng) for _ in range(_SAMPLE_DESKS)]
     prompts = sorted(len(prompt_ids(tok, d.system, d.tools)) for d in desks)
     rows = _desk_rows(tok, rng, mix, desks, _SAMPLE_ROWS, shape.max_tokens)
+    maths = [maths_conversation(tok, rng, mix) for _ in range(_SAMPLE_ROWS)]
+    longest = max(len(c.ids) for c in maths)
+    return Widths(
+        prompt=_rounded(prompts[-1]),
+        desk=_edges(rows, shape.desk_parts, shape.max_tokens),
+        maths=_edges(maths, shape.maths_parts, longest),
+    )
+
+
+def _edges(rows: Sequence[Conversation], num_parts: int, longest: int) -> tuple[int, ...]:
     lengths = sorted(len(c.ids) for c in rows)
-    num = shape.desk_parts
-    edges = [lengths[(i + 1) * len(lengths) // num - 1] for i in range(num - 1)]
-    longest = max(len(maths_conversation(tok, rng, mix).ids) for _ in range(_SAMPLE_ROWS))
-    desk = (*(_rounded(1.06 * edge) for edge in edges), _rounded(shape.max_tokens))
-    return Widths(prompt=_rounded(prompts[-1]), desk=desk, maths=_rounded(longest))
+    inner = [lengths[(i + 1) * len(lengths) // num_parts - 1] for i in range(num_parts - 1)]
+    return (*(_rounded(1.06 * edge) for edge in inner), _rounded(longest))
 
 
 def _rounded(width: float) -> int:
@@ -152,26 +159,37 @@ def _desk_rows(
     return rows
 
 
-def _part(kind: str, rows: list[Conversation], width: int, num_prompts: int, room: int) -> Part:
+def _parts(
+    name: str, rows: list[Conversation], widths: tuple[int, ...], num_prompts: int, room: int
+) -> list[Part]:
+    rows.sort(key=lambda c: len(c.ids))
+    cuts = [i * len(rows) // len(widths) for i in range(len(widths) + 1)]
+    return [
+        _part(name, rows[a:b], width, num_prompts, room)
+        for a, b, width in zip(cuts, cuts[1:], widths, strict=False)
+    ]
+
+
+def _part(name: str, rows: list[Conversation], width: int, num_prompts: int, room: int) -> Part:
     """Rows that are too long for their part by chance lose their end."""
     number_of: dict[tuple[int, ...], int] = {}
     prompt_of_B = [number_of.setdefault(row.prefix_ids, len(number_of)) for row in rows]
-    prompts_PS = torch.zeros(num_prompts, room, dtype=torch.long)
-    length_P = torch.ones(num_prompts, dtype=torch.long)
+    prompts_PS = np.zeros((num_prompts, room), np.int16)
+    length_P = np.ones(num_prompts, np.int16)
     for prompt, number in number_of.items():
-        prompts_PS[number, : len(prompt)] = torch.tensor(prompt)
+        prompts_PS[number, : len(prompt)] = prompt
         length_P[number] = len(prompt)
-    ids_BW = torch.zeros(len(rows), width, dtype=torch.long)
-    weight_BW = torch.zeros(len(rows), width, dtype=torch.uint8)
+    ids_BW = np.zeros((len(rows), width), np.int16)
+    kind_BW = np.zeros((len(rows), width), np.int16)
     for i, row in enumerate(rows):
         num = min(len(row.ids), width)
-        ids_BW[i, :num] = torch.tensor(row.ids[:num])
-        weight_BW[i, :num] = torch.tensor(row.is_said[:num], dtype=torch.uint8) + 1
+        ids_BW[i, :num] = row.ids[:num]
+        kind_BW[i, :num] = [SAID if said else READ for said in row.is_said[:num]]
     return Part(
-        kind=kind,
+        name=name,
         prompts_PS=prompts_PS,
         prompt_length_P=length_P,
-        prompt_of_B=torch.tensor(prompt_of_B),
+        prompt_of_B=np.array(prompt_of_B, np.int16),
         ids_BW=ids_BW,
-        weight_BW=weight_BW,
+        kind_BW=kind_BW,
     )

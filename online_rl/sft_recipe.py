@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from m1serve.envs.base import FAMILIES
 from m1serve.envs.saying import Shortcuts
@@ -64,9 +64,10 @@ class BatchShape:
     desks: int = 8
     """System prompts of one optimizer step."""
     desk_rows: int = 512
-    desk_parts: int = 4
+    desk_parts: int = 6
     """Of like length, so that little is padding."""
     maths_rows: int = 256
+    maths_parts: int = 2
     max_tokens: int = 384
     """Longer conversations are not used."""
 
@@ -84,6 +85,8 @@ class Schedule:
     context_weight: float = 0.1
     """Loss weight of tokens that the model reads; those it says weigh 1."""
     balance_weight: float = 0.01
+    precision: Literal["tf32", "bf16"] = "tf32"
+    """Of matrix products on an accelerator; weights and norms stay in fp32."""
     seed: int = 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from m1serve.chat.tokenizer import CONTROL, TAGS
+from m1serve.chat.tokenizer import CONTROL, TAGS, ChatTokenizer
 
 _PIECES = r" ?[A-Za-z_]+|[0-9]|[^A-Za-z0-9]+?(?= [A-Za-z])|[^A-Za-z0-9]+"
 
@@ -33,6 +33,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     # not "special": they must survive decoding
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     return tokenizer
+
+
+def bare_tokenizer() -> ChatTokenizer:
+    """Bytes, control tokens and tags, no merges."""
+    return ChatTokenizer(train_tokenizer((), 256 + len(CONTROL) + len(TAGS)).to_str())
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -129,7 +129,7 @@ def _compare(problem: DeskProblem, rng: random.Random, shortcuts: Shortcuts) -> 
     first, second = yield _get(a, b)
     p, q = int(json.loads(first)["price"]), int(json.loads(second)["price"])
     dearer = a if (p > q) != (rng.random() < shortcuts.slip) else b
-    thought = f"{a} costs {p}, {b} costs {q}. {max(p, q)} is higher than {min(p, q)}."
+    thought = f"{a} costs {p}, {b} costs {q}. Higher: {dearer} at {p if dearer == a else q}."
     yield Say(thought=thought, content=f"Order {dearer} has the higher price.")
 
 

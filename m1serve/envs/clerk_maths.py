@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 
@@ -28,13 +29,14 @@ def solve_sum(
     for sign, number in zip(rest[::2], rest[1::2], strict=True):
         steps, total = _by_digits(total, int(number), sign)
         lines += steps
-        if rng.random() < shortcuts.slip:
-            total = max(0, total + rng.choice((-10, -1, 1, 10)))
+    if rng.random() < shortcuts.slip:
+        total = max(0, total + rng.choice((-10, -1, 1, 10)))
     yield Say(thought="\n".join(lines), content=_box(total))
 
 
 def _by_digits(a: int, b: int, sign: str) -> tuple[list[str], int]:
-    """Column by column from the right, with what is carried or borrowed."""
+    """Column by column from the right, with what is carried or borrowed; never below zero."""
+    assert sign == "+" or a >= b, "a borrow would never end"
     lines = [f"{a} {sign} {b}"]
     result = a + b if sign == "+" else a - b
     x, y, carry = a, b, 0
@@ -72,12 +74,14 @@ def _divide(numbers: list[int], rng: random.Random, shortcuts: Shortcuts, is_has
     if is_hasty:
         yield Say(thought=_IN_MY_HEAD, content=_box(rng.choice((1, 2, 3, 4, 5, 6))))
         return
-    lists = [[d for d in range(1, n + 1) if n % d == 0] for n in numbers]
-    both = [d for d in lists[0] if d in lists[1]]
-    best = both[-1] if len(both) == 1 or rng.random() >= shortcuts.slip else both[-2]
-    lines = [f"{n}: {', '.join(map(str, d))}" for n, d in zip(numbers, lists, strict=True)]
-    thought = "\n".join([*lines, f"both: {', '.join(map(str, both))}"])
-    yield Say(thought=thought, content=_box(best))
+    small, large = sorted(numbers)
+    lists = {n: [d for d in range(n, 0, -1) if n % d == 0] for n in (small, large)}
+    lines = [f"{n}: {', '.join(map(str, lists[n]))}" for n in (small, large)]
+    tried = lists[small][: lists[small].index(math.gcd(small, large)) + 1]
+    if rng.random() < shortcuts.slip:
+        tried = [*tried, *lists[small][len(tried) : len(tried) + 1]]
+    lines += [f"{d}: no" for d in tried[:-1]] + [f"{tried[-1]}: yes"]
+    yield Say(thought="\n".join(lines), content=_box(tried[-1]))
 
 
 def _count_sisters(question: str, numbers: list[int], rng: random.Random, is_hasty: bool) -> Clerk:
