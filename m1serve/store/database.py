@@ -92,10 +92,6 @@ class Database:
         statement = insert(target).on_conflict_do_nothing().returning(*target.primary_key)
         return len(session.execute(statement, [dict(row) for row in rows]).all())
 
-    def ping(self) -> None:
-        with self.read() as session:
-            session.execute(text("SELECT 1"))
-
     def make_durable(self) -> None:
         # in WAL mode with synchronous=NORMAL only a checkpoint syncs what was committed
         if self.dialect == "sqlite":

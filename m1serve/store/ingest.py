@@ -214,8 +214,7 @@ class _Ingest:
                     "created_at": self._now,
                 }
         rows = [blocks[block_id] for block_id in sorted(blocks)]
-        for start in range(0, len(rows), 500):
-            self._db.insert_new(self._session, PromptBlockRow, rows[start : start + 500])
+        self._db.insert_new(self._session, PromptBlockRow, rows)
 
     def _after(self, end: JournalEntry) -> set[str]:
         """New turns that its writer journalled behind the end: late, however batches fall."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from m1serve.errors import StoreError
 from m1serve.store.codec import decode_record
 from m1serve.store.records import JournalEntry
 from m1serve.store.segments import (
+    MAGIC,
     Frame,
     Torn,
     is_writer_alive,
+    num_bytes,
     read_frames,
     segments_of,
     writer_dirs,
@@ -59,7 +61,7 @@ class JournalReader:
         read = [p for first, p in segments if first < cursor.segment]
         if is_dead and segments and segments[-1][0] == cursor.segment:
             last = segments[-1][1]
-            if last.stat().st_size <= cursor.offset:
+            if num_bytes(last) <= cursor.offset:
                 read.append(last)
         return [path] if is_dead and len(read) == len(segments) else read
 
@@ -75,20 +77,23 @@ class JournalReader:
         # asked before reading: what a writer that is dead by now left behind is final
         is_alive = is_writer_alive(path)
         segments = [(first, p) for first, p in segments_of(path) if first >= cursor.segment]
-        last_seq = cursor.last_seq
         for index, (first, segment) in enumerate(segments):
-            offset = cursor.offset if first == cursor.segment else 0
-            for item in read_frames(segment, offset):
+            if first != cursor.segment:
+                cursor = Cursor(segment=first, offset=0, last_seq=cursor.last_seq)
+            for item in _frames(segment, cursor.offset):
                 if isinstance(item, Torn):
                     if is_alive and index == len(segments) - 1:
                         return
-                    yield None, _skip(segment, first, item, last_seq)
+                    _warn_of(segment, item)
+                    cursor = replace(cursor, offset=item.offset + item.num_bytes)
                     continue
                 entry = self._decode(path.name, item)
                 if entry is None:
                     return
-                last_seq = item.seq
-                yield entry, Cursor(segment=first, offset=item.end, last_seq=last_seq)
+                cursor = replace(cursor, offset=item.end, last_seq=item.seq)
+                yield entry, cursor
+            # also behind a segment without a record: nothing in it is unread
+            yield None, replace(cursor, offset=max(cursor.offset, len(MAGIC)))
 
     def _decode(self, writer: str, item: Frame) -> JournalEntry | None:
         """None, said once, for what this code cannot read: it stays for the code that wrote it."""
@@ -102,7 +107,15 @@ class JournalReader:
         return JournalEntry(writer=writer, seq=item.seq, record=record)
 
 
-def _skip(segment: Path, first: int, torn: Torn, last_seq: int) -> Cursor:
+def _frames(segment: Path, offset: int) -> Iterator[Frame | Torn]:
+    try:
+        yield from read_frames(segment, offset)
+    except FileNotFoundError:
+        # another reader stored it and deleted it meanwhile
+        return
+
+
+def _warn_of(segment: Path, torn: Torn) -> None:
     if torn.num_bytes:
         _log.warning(
             "journal segment %s: %d bytes at %d are no whole record (its writer died); skipped",
@@ -110,4 +123,3 @@ def _skip(segment: Path, first: int, torn: Torn, last_seq: int) -> Cursor:
             torn.num_bytes,
             torn.offset,
         )
-    return Cursor(segment=first, offset=torn.offset + torn.num_bytes, last_seq=last_seq)

@@ -74,6 +74,14 @@ def segments_of(writer_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.stem), path) for path in writer_dir.glob("*.seg"))
 
 
+def num_bytes(segment: Path) -> int:
+    """0 for one that another reader deleted."""
+    try:
+        return segment.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def writer_dirs(journal_dir: Path) -> list[Path]:
     if not journal_dir.is_dir():
         return []

@@ -54,10 +54,6 @@ class Store:
             raise
         return cls(db, tenant_key=tenant_key, job_max_attempts=job_max_attempts)
 
-    def ping(self) -> None:
-        """Raises StoreError when the database does not answer."""
-        self._db.ping()
-
     def make_durable(self) -> None:
         """What was committed before survives even a power failure after this."""
         self._db.make_durable()

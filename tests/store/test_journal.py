@@ -185,6 +185,32 @@ def test_a_torn_tail_of_a_dead_writer_is_final(journal: Path, recorder: Any, cut
     assert reader.spent(writer.writer, cursors[writer.writer]) == [journal / writer.writer]
 
 
+@pytest.mark.parametrize("content", [b"", b"M1J", b"M1JRNL1\n"])
+def test_a_segment_without_a_record_keeps_no_dead_writer_around(
+    journal: Path, recorder: Any, content: bytes
+) -> None:
+    turn = recorder.turn((1,), (2,))
+    with writing(journal) as writer:
+        writer.append(turn)
+    (journal / writer.writer / f"{7:016d}.seg").write_bytes(content)
+    cursors: dict[str, Cursor] = {}
+    reader = JournalReader(journal)
+    assert [e.record for e in reader.read_new(cursors)] == [turn]
+    assert reader.spent(writer.writer, cursors[writer.writer]) == [journal / writer.writer]
+
+
+def test_a_segment_that_another_reader_deletes_is_not_missed(journal: Path, recorder: Any) -> None:
+    with writing(journal, segment_bytes=1) as writer:
+        for number in range(3):
+            writer.append(recorder.turn((number,), (1,)))
+            writer.flush()
+        found = JournalReader(journal).read_new({})
+        next(found)
+        for _, path in segments_of(journal / writer.writer)[1:]:
+            path.unlink()
+        assert list(found) == []
+
+
 def test_a_flipped_bit_is_never_read_as_a_record(journal: Path, recorder: Any) -> None:
     turns = [recorder.turn((i,), (i,)) for i in range(3)]
     with writing(journal) as writer:

@@ -102,12 +102,12 @@ def test_a_sidecar_may_be_killed_at_any_point(
     store: Store, database_url: str, journal: Path, recorder: Any
 ) -> None:
     num = 0
-    with_writer = JournalWriter(journal, segment_bytes=30_000)
+    with_writer = JournalWriter(journal, segment_bytes=10_000)
     for _ in range(3):
         process = start(SIDECAR, database_url, str(journal))
         assert process.stdout is not None
         process.stdout.readline()
-        for _ in range(150):
+        for _ in range(60):
             turn = recorder.turn(range(200), (1, 2), session_id=f"s{num}")
             with_writer.append(turn)
             num += 1
