@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 
 from m1serve.envs import FAMILIES
@@ -33,6 +34,12 @@ class AllOf:
             components={k: v for r in rewards for k, v in r.components.items()},
             evidence="; ".join(r.evidence for r in rewards),
         )
+
+
+def preload() -> None:
+    """What scorers import when first needed; it takes seconds on a busy machine."""
+    for name in ("math_verify", "reasoning_gym"):
+        importlib.import_module(name)
 
 
 def choose(task_id: str) -> Scorer:

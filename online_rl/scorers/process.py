@@ -77,8 +77,10 @@ def _allow_cpu(cpu_s: float) -> None:
 
 def main() -> None:
     # Verifiers are imported in the child only; a worker that merely delivers jobs never loads them.
-    from m1serve.online_rl.scorers.compose import choose
+    from m1serve.online_rl.scorers.compose import choose, preload
 
+    # before the first job: its time must not pay for them
+    preload()
     serve(choose)
 
 
