@@ -45,7 +45,7 @@ class EngineSettings(_Section):
     num_slots: int = Field(default=128, ge=1)
     """Sequences that decode together."""
     max_model_len: int = Field(default=2048, ge=16)
-    prefill_chunk_tokens: int = Field(default=4096, ge=16)
+    prefill_chunk_tokens: int = Field(default=1024, ge=16)
     """Prompt tokens read in one step, so that decodes are never starved."""
     snapshot_bytes: int = Field(default=256 * 2**20, ge=0)
     """Budget of the prefix snapshots."""

@@ -144,6 +144,7 @@ def _start_ray() -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address="local",
+        _node_ip_address="127.0.0.1",
         num_cpus=1,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,

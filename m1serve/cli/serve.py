@@ -45,17 +45,15 @@ def serve(
 
 async def serve_in_process(settings: Settings) -> None:
     """Engine, API, admin routes and version watcher on one event loop."""
-    import torch
-
     from m1serve.api.admin import create_admin_app
     from m1serve.api.app import create_app
     from m1serve.chat.tokenizer import ChatTokenizer
-    from m1serve.engine.launch import first_version, start_engine
+    from m1serve.engine.launch import first_version, start_engine, tune_process
     from m1serve.engine.watcher import VersionWatcher
     from m1serve.metrics import Metrics
     from m1serve.store.journal import JournalWriter
 
-    torch.set_num_threads(settings.engine.num_threads)
+    tune_process(settings)
     bound = settings.serve
     sockets = [listen(bound.host, port) for port in (bound.port, bound.admin_port)]
     with options.open_store(settings) as store:
