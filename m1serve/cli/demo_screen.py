@@ -14,10 +14,13 @@ class Screen:
         self.console = console
 
     def line(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
+        if not self.console.is_terminal:
+            yield
+            return
         with self.console.status(text):
             yield
 
@@ -30,6 +33,10 @@ class Screen:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
         )
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        # without a terminal it would leave empty lines
+        is_shown = self.console.is_terminal
+        with Progress(
+            *columns, console=self.console, transient=True, disable=not is_shown
+        ) as progress:
             task = progress.add_task(text, total=total)
             yield lambda: progress.advance(task)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from m1serve.cli import options
@@ -47,8 +46,7 @@ async def serve_in_process(settings: Settings) -> None:
     """Engine, API, admin routes and version watcher on one event loop."""
     from m1serve.api.admin import create_admin_app
     from m1serve.api.app import create_app
-    from m1serve.chat.tokenizer import ChatTokenizer
-    from m1serve.engine.launch import first_version, start_engine, tune_process
+    from m1serve.engine.launch import served_tokenizer, start_best_engine, tune_process
     from m1serve.engine.watcher import VersionWatcher
     from m1serve.metrics import Metrics
     from m1serve.store.journal import JournalWriter
@@ -57,11 +55,10 @@ async def serve_in_process(settings: Settings) -> None:
     bound = settings.serve
     sockets = [listen(bound.host, port) for port in (bound.port, bound.admin_port)]
     with options.open_store(settings) as store:
-        version = first_version(store, settings)
-        engine = start_engine(settings, version)
+        engine = start_best_engine(store, settings)
         journal = JournalWriter(settings.journal_dir)
         metrics = Metrics()
-        tokenizer = ChatTokenizer.load(Path(version.path) / "serving")
+        tokenizer = served_tokenizer(store, engine.weights_version)
         watcher = VersionWatcher(
             engine,
             store,
