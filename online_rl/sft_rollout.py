@@ -170,9 +170,9 @@ class _Batch:
         turn = turn_from_ids(self.tok, turn_id=row.task_id, completion_ids=row.speaking, stop=stop)
         row.turns.append(turn)
         row.speaking = []
-        row.is_done = (
-            stop is not StopCause.EOS or not turn.tool_calls or len(row.turns) == row.max_turns
-        )
+        # a malformed turn earns nothing, whatever would follow
+        is_going_on = stop is StopCause.EOS and turn.is_well_formed and bool(turn.tool_calls)
+        row.is_done = not is_going_on or len(row.turns) == row.max_turns
         if not row.is_done:
             row.unread = list(encode_extension(self.tok, True, _use_tools(row.world, turn)))
             used = len(row.prompt_ids) + len(row.ids) + len(row.unread)

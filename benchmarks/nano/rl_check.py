@@ -57,8 +57,8 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         if cycle % args.eval_every == 0 or cycle == args.cycles:
             rows.append(evaluation(model, tok, args, cycle=cycle))
-    if args.out:
-        args.out.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        if args.out:
+            args.out.write_text("".join(json.dumps(r) + "\n" for r in rows))
     if args.save:
         save_model(model, args.save, dtype=torch.bfloat16)
 
