@@ -12,7 +12,6 @@ import signal
 import socket
 import threading
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -29,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from m1serve.api import create_admin_app, create_app
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import Settings
-from m1serve.engine.launch import first_version
+from m1serve.engine.launch import served_tokenizer
 from m1serve.engine.remote import RemoteEngine
 from m1serve.engine.replica import engine_app
 from m1serve.errors import ConfigError, EngineError
@@ -54,9 +53,11 @@ class Ingress:
     async def __init__(self, settings: Settings, engine: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         self._settings = settings
         self._closing = AsyncExitStack()
-        self._tokenizer = await asyncio.to_thread(_served_tokenizer, settings)
         self._engine = await RemoteEngine.connect(engine)
         self._closing.push_async_callback(self._engine.close)
+        self._tokenizer = await asyncio.to_thread(
+            _served_tokenizer, settings, self._engine.weights_version
+        )
         self._journal = JournalWriter(settings.journal_dir)
         self._closing.push_async_callback(asyncio.to_thread, self._journal.close)
 
@@ -185,10 +186,9 @@ def _stop() -> None:
     ray.shutdown()
 
 
-def _served_tokenizer(settings: Settings) -> ChatTokenizer:
+def _served_tokenizer(settings: Settings, weights_version: str) -> ChatTokenizer:
     store = Store.open(settings.database, migrate=False)
     try:
-        version = first_version(store, settings)
+        return served_tokenizer(store, weights_version)
     finally:
         store.close()
-    return ChatTokenizer.load(Path(version.path) / "serving")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from m1serve.engine.base import Engine
 from m1serve.engine.local import LocalEngine
 from m1serve.engine.scripted import ScriptedEngine
 from m1serve.engine.watcher import TargetStore
-from m1serve.errors import ConfigError
+from m1serve.errors import ConfigError, WeightsError
+from m1serve.store import Store
 from m1serve.types import Slot, VersionRef
+
+logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 5e-4
 """A step makes hundreds of calls that give the interpreter away; asking for it back after 5 ms, the
@@ -38,6 +42,30 @@ def first_version(store: TargetStore, settings: Settings, slot: Slot = Slot.STAB
     return found
 
 
+def start_best_engine(store: Store, settings: Settings, slot: Slot = Slot.STABLE) -> Engine:
+    """With what should serve; when that is damaged, with what served before it.
+
+    The watcher tries the damaged version again and reports why it is refused. Raises the first
+    refusal when no version is good.
+    """
+    wanted = first_version(store, settings, slot)
+    refusals: list[WeightsError | ConfigError] = []
+    for version in (wanted, *_last_good(store, wanted)):
+        try:
+            return start_engine(settings, version)
+        except (WeightsError, ConfigError) as error:
+            logger.error("%s cannot serve, trying the one before: %s", version, error)
+            refusals.append(error)
+    raise refusals[0]
+
+
+def served_tokenizer(store: Store, weights_version: str) -> ChatTokenizer:
+    version = store.weights.get(weights_version)
+    if version is None:
+        raise ConfigError(f"the engine serves {weights_version}, which the store does not know")
+    return ChatTokenizer.load(Path(version.path) / "serving")
+
+
 def start_engine(settings: Settings, version: VersionRef) -> Engine:
     """Takes as long as reading and verifying the weights; raises WeightsError for bad ones."""
     tokenizer = ChatTokenizer.load(Path(version.path) / "serving")
@@ -51,3 +79,17 @@ def start_engine(settings: Settings, version: VersionRef) -> Engine:
         settings=settings.engine,
         weights_version=version.weights_version,
     )
+
+
+def _last_good(store: Store, wanted: VersionRef) -> list[VersionRef]:
+    """What replicas said they served, the latest first; then the ancestors of what is wanted."""
+    known = {v.weights_version: v for v in store.weights.list()}
+    model_id = wanted.weights_version.rpartition("@")[0]
+    deployments = store.weights.deployments(model_id)
+    names = [d.weights_version for d in sorted(deployments, key=lambda d: -d.verified_at)]
+    version = known.get(wanted.weights_version)
+    while version is not None and version.parent is not None:
+        names.append(version.parent)
+        version = known.get(version.parent)
+    good = dict.fromkeys(n for n in names if n in known and n != wanted.weights_version)
+    return [known[name].ref for name in good]

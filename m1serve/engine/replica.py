@@ -17,7 +17,7 @@ from ray.serve import Application
 
 from m1serve.config import Settings
 from m1serve.engine.base import Engine
-from m1serve.engine.launch import first_version, start_engine, tune_process
+from m1serve.engine.launch import start_best_engine, start_engine, tune_process
 from m1serve.engine.watcher import VersionWatcher
 from m1serve.errors import M1ServeError
 from m1serve.store import Store
@@ -77,8 +77,7 @@ class EngineReplica:
             self._engine = await asyncio.to_thread(_start, settings, version)
             return
         store = await asyncio.to_thread(Store.open, settings.database, migrate=False)
-        version = await asyncio.to_thread(first_version, store, settings, slot)
-        self._engine = await asyncio.to_thread(_start, settings, version)
+        self._engine = await asyncio.to_thread(_start_best, store, settings, slot)
         watcher = VersionWatcher(
             self._engine,
             store,
@@ -139,6 +138,11 @@ class EngineReplica:
 def _start(settings: Settings, version: VersionRef) -> Engine:
     tune_process(settings)
     return start_engine(settings, version)
+
+
+def _start_best(store: Store, settings: Settings, slot: Slot) -> Engine:
+    tune_process(settings)
+    return start_best_engine(store, settings, slot)
 
 
 def _replica_name() -> str:
