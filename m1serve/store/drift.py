@@ -75,8 +75,11 @@ def link_turn(
     secret: bytes,
     prompt_of: Callable[[str], bytes],
 ) -> Link:
-    """`earlier` is linked already, in order; prompts are little-endian int32."""
-    others = [t for t in earlier if t.request_id != turn.request_id and t.model_id == turn.model_id]
+    """`earlier` is linked already, in order; prompts are little-endian int32.
+
+    A client may use one session for many tasks: a turn never carries on another task's.
+    """
+    others = [t for t in earlier if t.request_id != turn.request_id and _may_go_on(t, turn)]
     if not others:
         return Link(parent_turn_id=None, drift=Drift.ROOT, shared_tokens=0)
     lengths = {n for t in others for n in (t.num_prompt, t.num_full) if n <= turn.num_prompt}
@@ -120,9 +123,9 @@ def find_superseded(turns: Sequence[TurnFacts]) -> dict[str, str]:
     parents = {t.parent_turn_id for t in turns}
     used = {t.request_id for t in turns if t.turn_id in parents}
     delivered = {t.request_id for t in turns if t.was_delivered}
-    sets: dict[tuple[str, bytes, int], dict[str, TurnFacts]] = {}
+    sets: dict[tuple[str, bytes, int, str | None], dict[str, TurnFacts]] = {}
     for turn in turns:
-        key = (turn.request_hash, turn.prompt_digest, turn.num_prompt)
+        key = (turn.request_hash, turn.prompt_digest, turn.num_prompt, turn.task_id)
         sets.setdefault(key, {}).setdefault(turn.request_id, turn)
     superseded: dict[str, str] = {}
     for requests in sets.values():
@@ -140,6 +143,11 @@ def find_superseded(turns: Sequence[TurnFacts]) -> dict[str, str]:
                 if is_replaced and other is not turn:
                     superseded[turn.request_id] = other.request_id
     return superseded
+
+
+def _may_go_on(one: TurnFacts, other: TurnFacts) -> bool:
+    is_same_task = None in (one.task_id, other.task_id) or one.task_id == other.task_id
+    return one.model_id == other.model_id and is_same_task
 
 
 def _child(

@@ -92,6 +92,29 @@ def test_turns_of_another_model_are_no_parents(recorder: Any) -> None:
     assert link_all([one, other])[1].drift is Drift.ROOT
 
 
+@pytest.mark.parametrize("prompt", [(*FIRST, *REPLY, 2), FIRST, (*FIRST, 2), (*SYSTEM, 9)])
+def test_turns_of_another_task_are_no_parents(recorder: Any, prompt: tuple[int, ...]) -> None:
+    turns = [
+        recorder.turn(FIRST, REPLY, task_id="sums/train/1"),
+        recorder.turn(prompt, (60,), task_id="sums/train/2"),
+    ]
+    chains = assemble(link_all(turns), set())
+    assert [(s.task_id, len(s.turns), s.context) for s in chains] == [
+        ("sums/train/1", 1, ()),
+        ("sums/train/2", 1, ()),
+    ]
+    assert [s.head.drift for s in chains] == [Drift.ROOT, Drift.ROOT]
+
+
+def test_a_turn_that_names_no_task_goes_on_with_its_parents(recorder: Any) -> None:
+    turns = [
+        recorder.turn(FIRST, REPLY, task_id="sums/train/1"),
+        recorder.turn((*FIRST, *REPLY, 2), (60,), task_id=None),
+    ]
+    (chain,) = assemble(link_all(turns), set())
+    assert (chain.task_id, len(chain.turns)) == ("sums/train/1", 2)
+
+
 def test_an_undelivered_answer_is_superseded_by_its_retry(recorder: Any) -> None:
     lost = recorder.turn((1, 2), (3,), request_hash="same", was_delivered=False)
     seen = recorder.turn((1, 2), (4,), request_hash="same", retry_count=1)
