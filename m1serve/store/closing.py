@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 from sqlalchemy import insert, or_, select, update
 from sqlalchemy.orm import Session
 
+from m1serve.store.claims import CLAIMABLE
 from m1serve.store.database import Database, changed
 from m1serve.store.facts import load_facts, save_links, with_superseded
 from m1serve.store.jobs import SCORE, job_row
@@ -82,7 +83,7 @@ class SessionCloser:
             update(TrajectoryRow)
             .where(
                 TrajectoryRow.session_key == row.session_key,
-                TrajectoryRow.state.in_(("pending", "eligible")),
+                TrajectoryRow.state.in_(("pending", *CLAIMABLE)),
             )
             .values(
                 is_trainable=False,

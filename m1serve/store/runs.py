@@ -23,6 +23,10 @@ from m1serve.store.work_tables import RunRow, WeightsRow
 from m1serve.types import VersionState
 
 LIVE = ("running", "committed")
+UNDECIDED = frozenset(
+    {VersionState.CANDIDATE, VersionState.VERIFIED, VersionState.GATED, VersionState.CANARY}
+)
+"""A run that is given up takes a version in one of these with it."""
 Outcome = Literal["promoted", "rejected", "skipped", "failed"]
 
 
@@ -245,11 +249,11 @@ def _give_up(session: Session, row: RunRow, at: float) -> None:
     if row.weights_version is not None:
         version = session.get_one(WeightsRow, row.weights_version)
         state = VersionState(version.state)
-        if state in (VersionState.CANDIDATE, VersionState.VERIFIED, VersionState.GATED):
+        if state in UNDECIDED:
             arrow = (state, VersionState.REJECTED)
             move_state(session, row.weights_version, arrow, f"run {row.run_id} {reason}", "store")
         else:
-            outcome = "promoted"
+            outcome = "rejected" if state is VersionState.REJECTED else "promoted"
     _end(row, outcome, reason, at)
 
 

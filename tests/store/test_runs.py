@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from m1serve.errors import FencedError, StoreError
 from m1serve.store import Store
+from m1serve.store.journal import REASON_LOST
 from m1serve.types import Mode, StopCause, VersionSpan, VersionState
 
 
@@ -68,6 +70,37 @@ def test_a_run_that_kills_its_trainers_fails_and_gives_its_data_back(workshop: A
     run = store.runs.get(lease.run_id)
     assert (run.state, run.reason) == ("failed", "lost its lease 5 times in phase ''")
     assert workshop.state(trajectory_id) == "eligible"
+
+
+@pytest.mark.parametrize(
+    ("arrows", "outcome", "left"),
+    [
+        ([], "failed", VersionState.REJECTED),
+        ([VersionState.VERIFIED, VersionState.GATED], "failed", VersionState.REJECTED),
+        ([VersionState.REJECTED], "rejected", VersionState.REJECTED),
+        (
+            [VersionState.VERIFIED, VersionState.GATED, VersionState.ACTIVE],
+            "promoted",
+            VersionState.ACTIVE,
+        ),
+    ],
+)
+def test_a_run_given_up_after_its_commit_ends_as_its_version_did(
+    workshop: Any, arrows: list[VersionState], outcome: str, left: VersionState
+) -> None:
+    workshop.eligible("s")
+    lease = workshop.lease(lease_s=1, now=0.0)
+    workshop.claim(lease)
+    workshop.commit(lease)
+    store, before = workshop.store, VersionState.CANDIDATE
+    for state in arrows:
+        assert store.weights.advance("nano@1", before, state, "test")
+        before = state
+    for attempt in range(1, 5):
+        assert store.runs.claim_next("me", 1, now=10.0 * attempt) is not None
+    assert store.runs.claim_next("me", 1, now=100.0) is None
+    assert store.runs.get(lease.run_id).state == outcome
+    assert store.weights.get("nano@1").state is left
 
 
 def test_a_claim_is_frozen_for_the_run_and_whoever_resumes_it(workshop: Any) -> None:
@@ -279,6 +312,21 @@ def test_a_rejected_runs_data_is_released_or_burned(
     second = workshop.lease()
     assert workshop.claim(second) == ([trajectory_id] if again else [])
     workshop.commit(second, "nano@2")
+
+
+def test_released_data_of_a_session_that_lost_a_turn_is_not_trained_again(workshop: Any) -> None:
+    trajectory_id = workshop.eligible("s")
+    lease = workshop.lease()
+    workshop.claim(lease)
+    workshop.commit(lease)
+    store, recorder = workshop.store, workshop.recorder
+    store.weights.advance("nano@1", VersionState.CANDIDATE, VersionState.REJECTED, "parity")
+    store.runs.release(lease.run_id, lease.token, "release")
+    store.runs.finish(lease.run_id, lease.token, "rejected", "parity")
+    lost = dataclasses.replace(recorder.end("s"), reason=REASON_LOST)
+    store.ledger.ingest(recorder.entries(lost))
+    assert workshop.state(trajectory_id) == "ineligible"
+    assert workshop.claim(workshop.lease()) == []
 
 
 def test_only_a_committed_run_is_promoted(workshop: Any) -> None:
