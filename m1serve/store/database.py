@@ -92,12 +92,16 @@ class Database:
         statement = insert(target).on_conflict_do_nothing().returning(*target.primary_key)
         return len(session.execute(statement, [dict(row) for row in rows]).all())
 
-    def make_durable(self) -> None:
-        # in WAL mode with synchronous=NORMAL only a checkpoint syncs what was committed
-        if self.dialect == "sqlite":
-            with self._explained(), self.engine.connect() as connection:
-                connection.exec_driver_sql("COMMIT")
-                connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
+    def make_durable(self) -> bool:
+        if self.dialect != "sqlite":
+            return True
+        # in WAL mode with synchronous=NORMAL only a checkpoint syncs what was committed, and a
+        # reader that stays in the past can keep it from reaching the end
+        with self._explained(), self.engine.connect() as connection:
+            connection.exec_driver_sql("COMMIT")
+            found = connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").one()
+        _, num_frames, num_synced = found
+        return bool(num_frames == num_synced)
 
     def close(self) -> None:
         self.engine.dispose()

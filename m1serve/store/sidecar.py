@@ -106,8 +106,7 @@ class Sidecar:
             for writer in writers
             for path in self._reader.spent(writer, cursors.get(writer, Cursor()))
         ]
-        if spent:
-            self._store.make_durable()
+        if spent and self._store.make_durable():
             self._reader.delete(spent)
 
 

@@ -54,9 +54,9 @@ class Store:
             raise
         return cls(db, tenant_key=tenant_key, job_max_attempts=job_max_attempts)
 
-    def make_durable(self) -> None:
-        """What was committed before survives even a power failure after this."""
-        self._db.make_durable()
+    def make_durable(self) -> bool:
+        """What was committed before survives even a power failure after this; False: not yet."""
+        return self._db.make_durable()
 
     def close(self) -> None:
         self._db.close()

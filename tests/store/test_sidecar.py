@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -177,6 +179,28 @@ def test_files_go_only_when_their_rows_are_there(
     assert store.ledger.count_turns() == 6
 
 
+def test_files_stay_while_a_power_failure_could_take_their_rows(
+    tmp_path: Path, journal: Path, recorder: Any
+) -> None:
+    file = tmp_path / "store.db"
+    store = Store.open(f"sqlite:///{file}")
+    # a reader that stays in the past keeps SQLite from syncing what was committed after it
+    reader = sqlite3.connect(file, isolation_level=None)
+    assert store.make_durable()
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM turns").fetchall()
+    with contextlib.closing(JournalWriter(journal)) as source:
+        source.append(recorder.turn((1,), (2,)))
+    sidecar = Sidecar(store, journal)
+    assert sidecar.run_once() == 1
+    assert not store.make_durable()
+    assert (journal / source.writer).exists()
+    reader.close()
+    assert sidecar.run_once() == 0
+    assert not (journal / source.writer).exists()
+    store.close()
+
+
 def test_a_record_no_database_takes_does_not_hold_back_the_others(
     store: Store, journal: Path, writer: JournalWriter, recorder: Any
 ) -> None:
@@ -257,8 +281,8 @@ class Outage:
     def ingest(self, *arguments: Any, **options: Any) -> int:
         return self.store.ledger.ingest(*arguments, **options)
 
-    def make_durable(self) -> None:
-        self.store.make_durable()
+    def make_durable(self) -> bool:
+        return self.store.make_durable()
 
 
 def test_a_database_that_is_away_is_waited_for(store: Store, journal: Path, recorder: Any) -> None:
