@@ -28,15 +28,22 @@ def chat(
     api_key: Annotated[str, typer.Option("--api-key", envvar="OPENAI_API_KEY")] = "none",
     model: Annotated[str | None, typer.Option("--model", help="Model name to ask for.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option("--task", help="Let it work on a built-in task, such as refund/report/1."),
+    ] = None,
     show_thinking: Annotated[bool, typer.Option("--thinking/--no-thinking")] = True,
 ) -> None:
     """Talks to a running server."""
-    from openai import OpenAI
-
     settings = options.read_settings(config=config, home=home, port=port)
     url = base_url or f"http://{settings.serve.host}:{settings.serve.port}/v1"
-    client = OpenAI(base_url=url, api_key=api_key, max_retries=0)
     name = model or settings.model.model_id
+    if task is not None:
+        print(_work_on(task, url=url, model=name, api_key=api_key))
+        return
+    from openai import OpenAI
+
+    client = OpenAI(base_url=url, api_key=api_key, max_retries=0)
     messages: list[ChatCompletionMessageParam] = []
     if system is not None:
         messages.append({"role": "system", "content": system})
@@ -49,6 +56,31 @@ def chat(
         messages.append({"role": "user", "content": text})
         answer = _answer(client, name, messages, show_thinking=show_thinking)
         messages.append({"role": "assistant", "content": answer})
+
+
+def _work_on(task_id: str, *, url: str, model: str, api_key: str) -> str:
+    """Plays one episode as an agent with the task's tools; returns all that was said."""
+    import asyncio
+    import uuid
+
+    from m1serve.cli.demo_tables import transcript
+    from m1serve.clients.agent import Agent, EpisodePlan, PlayedEpisode
+    from m1serve.types import Mode
+
+    session_id = f"chat-{uuid.uuid4().hex}"
+    plan = EpisodePlan(task_id=task_id, session_id=session_id, group_key=session_id, mode=Mode.EVAL)
+
+    async def play() -> PlayedEpisode:
+        agent = Agent(url, model=model, api_key=api_key)
+        try:
+            return await agent.play(plan)
+        finally:
+            await agent.close()
+
+    played = asyncio.run(play())
+    if played.failures:
+        raise ConfigError(f"no answer from {url}: {played.failures[0]}; is `m1serve up` running?")
+    return f"{played.messages[0]['content']}\n\n{transcript(played.messages)}"
 
 
 def _read_line() -> str:

@@ -132,7 +132,7 @@ def _announce(
     console.print(
         f"m1serve serves [bold]{settings.model.model_id}[/bold] at {url} ({waited_s:.0f} s)\n"
         f"  admin {admin_url}   logs {settings.log_dir}\n"
-        f"  try   m1serve chat --base-url {url} 'where is my order 4217?'\n"
+        f"  try   m1serve chat --base-url {url} --task refund/report/1\n"
         f"  stop  Ctrl-C or kill {os.getpid()}",
         highlight=False,
         soft_wrap=True,

@@ -74,6 +74,11 @@ def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
         (("up", "--port", "8123", "--admin-port", "8123"), "the same port 8123"),
         (("retrain", "--train", "learning_rate=1"), "no such setting: learning_rate"),
         (("chat", "hello", "--base-url", "http://127.0.0.1:9/v1"), "is `m1serve up` running?"),
+        (
+            ("chat", "--task", "refund/report/1", "--base-url", "http://127.0.0.1:9/v1"),
+            "is `m1serve up` running?",
+        ),
+        (("chat", "--task", "refund/report", "--base-url", "http://127.0.0.1:9/v1"), "refund/"),
     ],
 )
 def test_what_cannot_work_is_one_line_and_code_2(
