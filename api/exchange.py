@@ -19,6 +19,9 @@ from m1serve.types import Delta, HistoryRule, Mode, Started, StopCause
 
 logger = logging.getLogger(__name__)
 
+CLIENT_GONE = "the client closed the connection"
+CUT_SHORT = "the request ended before this choice did"
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -97,7 +100,7 @@ class Exchange:
         """Journals what `keep` did not and whether the client has it; counts. Never waits."""
         for choice in self.choices:
             if choice.stop is None:
-                choice.cut(StopCause.ABORT, "the client closed the connection")
+                choice.cut(StopCause.ABORT, CLIENT_GONE if self.is_client_gone else CUT_SHORT)
         if self._is_recorded:
             if not self._is_kept:
                 self._record()

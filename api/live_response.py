@@ -66,6 +66,7 @@ class LiveResponse(Response):
         try:
             await (self._send_stream(send) if self._is_stream else self._send_body(send))
         except _ClientGone:
+            self._exchange.is_client_gone = True
             return False
         except Exception as error:  # noqa: BLE001 - the HTTP edge: logs, tells the client
             self._log(error)

@@ -112,7 +112,7 @@ def _generate_request(
     ids, system_end = match.prompt.ids, match.prompt.system_end
     room = capabilities.max_model_len
     return GenerateRequest(
-        # a proxy's name for a request may come twice at a time; the engine's must not
+        # a proxy or client may name two requests alike; the engine and the ledger must not
         id=f"{request_id}-{uuid.uuid4().hex[:8]}",
         prompt_ids=ids,
         sampling=to_sampling(request, model, capabilities.vocab_size),

@@ -19,10 +19,10 @@ def turn_record(exchange: Exchange, choice: ChoiceStream, *, total_ms: float) ->
     request, asked = prepared.generate, prepared.labels
     sampled = choice.sampled_logprobs
     # the choices of one request answer one prompt: they are a group whatever the client says
-    group_key = asked.group_key or (prepared.request_id if request.n > 1 else None)
+    group_key = asked.group_key or (request.id if request.n > 1 else None)
     return TurnRecord(
         turn_id=choice.turn_id,
-        request_id=prepared.request_id,
+        request_id=request.id,
         session_id=prepared.session_id,
         group_key=group_key,
         task_id=asked.task_id,

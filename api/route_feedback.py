@@ -42,7 +42,8 @@ def feedback_router(serving: Serving) -> APIRouter:
         await serving.written()
         return JSONResponse({"id": record.feedback_id, "object": "feedback"})
 
-    @router.post("/v1/sessions/{session_id}/end")
+    # ids may hold slashes
+    @router.post("/v1/sessions/{session_id:path}/end")
     async def end_session(request: Request, session_id: str) -> Response:
         caller = authenticate(request.headers.get("authorization"), accepted)
         check_label(session_id, "session id")

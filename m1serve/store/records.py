@@ -17,6 +17,8 @@ class TurnRecord:
     turn_id: str
     """uuid4 hex; the idempotency key of the turn itself"""
     request_id: str
+    """Begins with the x-request-id of its response, and is unique whatever a proxy or client says
+    """
     session_id: str
     group_key: str | None
     task_id: str | None

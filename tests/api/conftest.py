@@ -243,13 +243,16 @@ def eventually() -> Callable[..., Awaitable[None]]:
 @pytest.fixture
 def serve(tok: ChatTokenizer) -> Serve:
     @asynccontextmanager
-    async def serve(*replies: str, key: str = "any", **sections: object) -> AsyncIterator[World]:
+    async def serve(
+        *replies: str, key: str = "any", is_behind_proxy: bool = False, **sections: object
+    ) -> AsyncIterator[World]:
         settings = Settings(
             **{"model": {"model_id": "fake", "aliases": ["m1/alias"]}, **sections}  # type: ignore[arg-type]
         )
         engine, journal = FakeEngine(tok, *replies), Kept()
+        app = create_app(engine, journal, settings, tok, is_behind_proxy=is_behind_proxy)
         async with (
-            running(create_app(engine, journal, settings, tok)) as url,
+            running(app) as url,
             # loading certificates takes longer than most tests
             httpx.AsyncClient(verify=False) as http,
         ):

@@ -42,7 +42,7 @@ async def test_a_record_has_exactly_what_the_engine_emitted(serve: Any) -> None:
     assert turn.retry_count == 2
     assert turn.turn_id == answer.headers["x-m1-turn-id"]
     assert turn.session_id == answer.headers["x-m1-session-id"]
-    assert turn.request_id == answer.headers["x-request-id"]
+    assert turn.request_id.startswith(answer.headers["x-request-id"])
     assert turn.tokenizer_digest == world.tok.digest
     assert answer.headers["x-m1-weights-version"] == "fake@1"
 
@@ -130,14 +130,33 @@ async def test_lookalike_sessions_keep_their_own_thoughts(serve: Any) -> None:
     )
 
 
+async def test_a_session_may_be_named_like_a_task(serve: Any) -> None:
+    async with serve() as world, httpx.AsyncClient(verify=False) as http:
+        answer = await http.post(f"{world.url}/v1/sessions/lookup/train/5/end")
+        assert answer.status_code == 200
+        [end] = world.journal
+    assert end.session_id == "lookup/train/5"
+
+
 async def test_choices_of_one_request_are_a_group_of_turns(serve: Any) -> None:
     async with serve("a", "b", "x") as world:
         answer = await ask(world, n=2)
         turns = world.turns
     assert [turn.choice for turn in turns] == [0, 1]
     assert len({turn.turn_id for turn in turns}) == 2
-    assert {turn.group_key for turn in turns} == {answer.headers["x-request-id"]}
+    assert {turn.group_key for turn in turns} == {turns[0].request_id}
+    assert turns[0].request_id.startswith(answer.headers["x-request-id"])
     assert answer.headers["x-m1-turn-id"].split(",") == [turn.turn_id for turn in turns]
+
+
+async def test_a_client_that_names_all_its_requests_alike_still_makes_many(serve: Any) -> None:
+    async with serve("a", "b", "c", "d", is_behind_proxy=True) as world:
+        for _ in range(2):
+            await ask(world, n=2, headers={"x-request-id": "always-the-same"})
+        turns = world.turns
+    assert [turn.choice for turn in turns] == [0, 1, 0, 1]
+    assert len({turn.request_id for turn in turns}) == 2
+    assert len({turn.group_key for turn in turns}) == 2
 
 
 @pytest.mark.parametrize(
