@@ -11,9 +11,18 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from m1serve.errors import EngineError, M1ServeError, OverloadedError, RequestError
+from m1serve.errors import (
+    EngineAwayError,
+    EngineError,
+    M1ServeError,
+    OverloadedError,
+    RequestError,
+)
 
 logger = logging.getLogger(__name__)
+
+AWAY_RETRY_S = 2
+"""A replica that was lost is back after some seconds."""
 
 
 def error_body(error: BaseException) -> dict[str, object]:
@@ -35,11 +44,15 @@ def error_body(error: BaseException) -> dict[str, object]:
 
 
 def _code(error: M1ServeError) -> str:
+    if isinstance(error, EngineAwayError):
+        return "engine_away"
     return "engine_error" if isinstance(error, EngineError) else "internal_error"
 
 
 def error_status(error: BaseException) -> int:
-    return error.status if isinstance(error, RequestError) else 500
+    if isinstance(error, RequestError):
+        return error.status
+    return 503 if isinstance(error, EngineAwayError) else 500
 
 
 def error_response(error: BaseException) -> Response:
@@ -47,6 +60,8 @@ def error_response(error: BaseException) -> Response:
     headers = {}
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(error.retry_after_s)
+    elif isinstance(error, EngineAwayError):
+        headers["retry-after"] = str(AWAY_RETRY_S)
     elif status not in (408, 429):
         headers["x-should-retry"] = "false"
     if status == HTTPStatus.UNAUTHORIZED:

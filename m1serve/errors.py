@@ -5,6 +5,7 @@ M1ServeError
 ├── RequestError (ValueError)       what a client sent; becomes a 4xx
 │   └── OverloadedError             a 503 with Retry-After, never a 400
 ├── EngineError (RuntimeError)      the engine could not do it
+│   └── EngineAwayError             nothing was sampled: a 503 with Retry-After
 ├── WeightsError (ValueError)       corrupt, truncated or of another architecture
 ├── StoreError (RuntimeError)       database or journal
 │   └── FencedError                 the lease is somebody else's by now: stop, write nothing
@@ -63,6 +64,10 @@ def _rebuild_request_error(
 
 class EngineError(M1ServeError, RuntimeError):
     """The engine failed or refuses by its capabilities."""
+
+
+class EngineAwayError(EngineError):
+    """No engine took the request, or the one that had it was lost before it began."""
 
 
 class WeightsError(M1ServeError, ValueError):

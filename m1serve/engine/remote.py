@@ -12,7 +12,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from m1serve.engine.replica import Description, Failure
-from m1serve.errors import EngineError
+from m1serve.errors import EngineAwayError, EngineError
 from m1serve.types import (
     Capabilities,
     Delta,
@@ -144,8 +144,8 @@ def _unwrapped(answer: T | Failure) -> T:
     return answer
 
 
-def _unavailable(error: Exception) -> EngineError:
-    return EngineError(f"no engine replica can answer ({type(error).__name__}: {error})")
+def _unavailable(error: Exception) -> EngineAwayError:
+    return EngineAwayError(f"no engine replica can answer ({type(error).__name__}: {error})")
 
 
 def _cut_off(choice: int, weights_version: str, error: Exception) -> Delta:

@@ -33,7 +33,7 @@ def ensure_schema(db: Database, *, migrate: bool) -> None:
     if not migrate:
         raise StoreError(
             f"database {db.shown_url} has schema {revision}, this code needs {SCHEMA_REVISION}; "
-            "run `m1serve migrate`"
+            "`m1serve weights init` brings it up to date"
         )
     with db.connection() as connection:
         if db.dialect == "postgresql":

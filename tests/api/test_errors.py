@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from m1serve.errors import EngineError, OverloadedError, RequestError
+from m1serve.errors import EngineAwayError, EngineError, OverloadedError, RequestError
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 
@@ -179,6 +179,22 @@ async def test_a_failure_of_a_whole_answer_is_a_500(world: Any) -> None:
     answer = await post(world, {"model": "fake", "messages": HI})
     assert answer.status_code == 500
     assert "a detail" in answer.json()["error"]["message"]
+
+
+async def test_choices_cut_by_anothers_failure_do_not_blame_the_client(world: Any) -> None:
+    world.engine.replies, world.engine.fails_after = ["Hello there", "never said"], 6
+    await post(world, {"model": "fake", "messages": HI, "n": 2})
+    failed, cut = world.turns
+    assert (failed.stop, failed.stop_detail) == ("error", "a detail")
+    assert (cut.stop, cut.stop_detail) == ("abort", "the request ended before this choice did")
+
+
+async def test_a_replica_that_is_away_is_a_503_to_retry(world: Any) -> None:
+    world.engine.failure = EngineAwayError("no replica can answer")
+    answer = await post(world, {"model": "fake", "messages": HI})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_away")
+    assert int(answer.headers["retry-after"]) > 0
+    assert "x-should-retry" not in answer.headers
 
 
 async def test_what_nobody_foresaw_is_a_500_with_its_id(world: Any) -> None:

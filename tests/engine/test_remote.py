@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from m1serve.config import EngineSettings, ModelSettings, Settings
-from m1serve.errors import EngineError
+from m1serve.errors import EngineAwayError, EngineError
 from m1serve.store import Store
 from m1serve.types import Delta, Slot, Started, StopCause, VersionRef, VersionState
 
@@ -39,7 +39,7 @@ async def test_a_lost_replica_ends_streams_with_an_error(over_ray: StartRig) -> 
             ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
     deltas = [item async for item in items if isinstance(item, Delta)]
     assert {d.choice for d in deltas if d.stop is StopCause.ERROR} == {0, 1}
-    with pytest.raises(EngineError):
+    with pytest.raises(EngineAwayError):
         await waiting
     # Ray Serve starts another one
     async with asyncio.timeout(60):
