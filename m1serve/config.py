@@ -116,10 +116,12 @@ class TrainSettings(_Section):
 
 class GateSettings(_Section):
     tasks_per_family: int = Field(default=24, ge=1)
+    """At the first look; a family that seems worse is played on twice as many more."""
     max_drop: float = 0.05
-    """Overall success may fall by at most this much."""
-    family_z: float = 2.0
-    """A family fails when it is worse by more than this many standard errors."""
+    """Overall success may fall by at most this much, beyond its noise."""
+    family_z: float = 3.0
+    """A family fails when it is worse by more than this many standard errors, after a second look:
+    with eight families one of 2 would be met by luck every few runs."""
     min_format_rate: float = 0.8
     """Relative to the parent's."""
     max_kl: float = 0.5

@@ -6,7 +6,7 @@ What a version scored on a suite is kept in the ledger and never measured twice.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import takewhile
@@ -19,8 +19,16 @@ from m1serve.engine.staging import FP32_PARITY_MEAN_MAX
 from m1serve.errors import WeightsError
 from m1serve.model.manifest import Manifest, read_manifest
 from m1serve.online_rl.gate import EpisodeResult, GateDecision, SuiteResult, decide
+from m1serve.online_rl.play import PlayedEpisode
 from m1serve.online_rl.scorers.sandbox import Sandbox
-from m1serve.online_rl.suite import gate_tasks, mean_kl, play_suite, score_suite, suite_name
+from m1serve.online_rl.suite import (
+    Suite,
+    first_look,
+    mean_kl,
+    play_suite,
+    score_suite,
+    second_look,
+)
 from m1serve.store import Store
 from m1serve.types import VersionRef
 
@@ -56,58 +64,62 @@ class Examiner:
         return gap
 
     async def examine(self, parent: VersionRef, candidate: VersionRef) -> Exam:
-        """Plays what was not played yet, and compares."""
-        tasks = gate_tasks(self.gate)
-        async with self._engine(candidate) as engine:
-            played = await play_suite(engine, self.tok, tasks)
-        episodes = score_suite(played, self.sandbox)
-        async with self._engine(parent) as engine:
-            baseline = self.known_result(parent)
-            if baseline is None:
-                plays = await play_suite(engine, self.tok, tasks)
-                baseline = SuiteResult(
-                    weights_version=parent.weights_version,
-                    episodes=score_suite(plays, self.sandbox),
-                )
-                self.record(baseline)
-            kl = await mean_kl(engine, played)
-        result = SuiteResult(weights_version=candidate.weights_version, episodes=episodes, kl=kl)
-        self.record(result)
-        return Exam(decision=decide(baseline, result, self.gate), candidate=result)
+        """Plays what was not played yet, and compares; what seems worse is played on more tasks."""
+        before, after = await self._look(parent, candidate, first_look(self.gate))
+        decision = decide(before, after, self.gate)
+        if decision.doubtful:
+            suite = second_look(self.gate, decision.doubtful)
+            more_before, more_after = await self._look(parent, candidate, suite)
+            before, after = before.joined(more_before), after.joined(more_after)
+            decision = decide(before, after, self.gate)
+        return Exam(decision=decision, candidate=after)
 
     def summary(self, parent: VersionRef, candidate: VersionRef) -> dict[str, float]:
         """The recorded exam as metrics; nothing when the candidate never came that far."""
-        before, after = self.known_result(parent), self.known_result(candidate)
+        suite = first_look(self.gate)
+        before, after = self.known_result(parent, suite), self.known_result(candidate, suite)
         if before is None or after is None:
             return {}
+        decision = decide(before, after, self.gate)
+        if decision.doubtful:
+            suite = second_look(self.gate, decision.doubtful)
+            more = self.known_result(parent, suite), self.known_result(candidate, suite)
+            if more[0] is not None and more[1] is not None:
+                before, after = before.joined(more[0]), after.joined(more[1])
         table = decide(before, after, self.gate).table
         return {
             f"gate_{name}_{row.family}": value
             for row in table
-            for name, value in (("parent", row.parent), ("candidate", row.candidate))
+            for name, value in (
+                ("parent", row.parent),
+                ("candidate", row.candidate),
+                ("tasks", float(row.num)),
+            )
         } | {
             "gate_parent_format": before.format_rate,
             "gate_candidate_format": after.format_rate,
             "gate_kl": math.nan if after.kl is None else after.kl,
         }
 
-    def known_result(self, version: VersionRef) -> SuiteResult | None:
+    def known_result(self, version: VersionRef, suite: Suite) -> SuiteResult | None:
         """From the ledger, when every family of the suite is there."""
-        suite, tasks = suite_name(self.gate), gate_tasks(self.gate)
         rows: dict[str, Mapping[str, object]] = {}
         for row in self.store.evals.list(version.weights_version):
-            if row.suite == suite:
+            if row.suite == suite.name:
                 rows.setdefault(row.family, row.details)
-        if rows.keys() != tasks.keys():
+        if not suite.tasks.keys() <= rows.keys():
             return None
-        kl = next(iter(rows.values()))["kl"]
+        kl = next(rows[f]["kl"] for f in suite.tasks)
         return SuiteResult(
             weights_version=version.weights_version,
-            episodes=tuple(e for f in tasks for e in _episodes(f, rows[f]["episodes"])),
+            episodes=tuple(e for f in suite.tasks for e in _episodes(f, rows[f]["episodes"])),
             kl=kl if isinstance(kl, float) else None,
         )
 
-    def record(self, result: SuiteResult) -> None:
+    def record(self, result: SuiteResult, suite: Suite) -> None:
+        """What could not be scored is not kept: the next exam plays it again."""
+        if not result.is_measured:
+            return
         kl = result.kl if result.kl is not None and math.isfinite(result.kl) else None
         by_family: dict[str, list[EpisodeResult]] = {}
         for episode in result.episodes:
@@ -115,7 +127,7 @@ class Examiner:
         for family, episodes in by_family.items():
             self.store.evals.record(
                 result.weights_version,
-                suite_name(self.gate),
+                suite.name,
                 family,
                 len(episodes),
                 sum(e.is_solved is True for e in episodes),
@@ -126,6 +138,33 @@ class Examiner:
                     "kl": kl,
                 },
             )
+
+    async def _look(
+        self, parent: VersionRef, candidate: VersionRef, suite: Suite
+    ) -> tuple[SuiteResult, SuiteResult]:
+        """Both versions on the same tasks, one engine after the other."""
+        before, after = self.known_result(parent, suite), self.known_result(candidate, suite)
+        played: list[PlayedEpisode] = []
+        if after is None:
+            async with self._engine(candidate) as engine:
+                played = await play_suite(engine, self.tok, suite)
+        if before is not None and after is not None:
+            return before, after
+        async with self._engine(parent) as engine:
+            if before is None:
+                plays = await play_suite(engine, self.tok, suite)
+                before = self._scored(parent, plays)
+                self.record(before, suite)
+            if after is None:
+                after = self._scored(candidate, played, kl=await mean_kl(engine, played))
+                self.record(after, suite)
+        return before, after
+
+    def _scored(
+        self, version: VersionRef, plays: Sequence[PlayedEpisode], kl: float | None = None
+    ) -> SuiteResult:
+        episodes = score_suite(plays, self.sandbox)
+        return SuiteResult(weights_version=version.weights_version, episodes=episodes, kl=kl)
 
     @asynccontextmanager
     async def _engine(self, version: VersionRef) -> AsyncIterator[Engine]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import GateSettings
@@ -17,24 +18,37 @@ from m1serve.online_rl.scorers.sandbox import Sandbox
 
 KL_EPISODES_PER_FAMILY = 4
 """Teacher-forcing every episode again would cost as much as playing it."""
+SECOND_LOOK = 2
+"""Times as many tasks again, of a family that seemed worse at the first look."""
 
 
-def gate_tasks(settings: GateSettings) -> dict[str, list[str]]:
-    """family -> task ids of the gate split, the same for every version."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """Held-out tasks of the gate split, the same for every version; two results compare only under
+    the same name.
+    """
+
+    name: str
+    tasks: Mapping[str, Sequence[str]]
+    """family -> task ids"""
+
+
+def first_look(settings: GateSettings) -> Suite:
+    num = settings.tasks_per_family
     families = settings.families or FAMILIES
-    return {f: task_ids("gate", f, settings.tasks_per_family) for f in families}
+    tasks = {f: task_ids("gate", f, num) for f in families}
+    return Suite(name=f"gate/{num}/{','.join(sorted(families))}", tasks=tasks)
 
 
-def suite_name(settings: GateSettings) -> str:
-    """Two results compare only under the same name."""
-    families = ",".join(sorted(settings.families or FAMILIES))
-    return f"gate/{settings.tasks_per_family}/{families}"
+def second_look(settings: GateSettings, families: Sequence[str]) -> Suite:
+    """Tasks that the first look did not have."""
+    first, num = settings.tasks_per_family, settings.tasks_per_family * (1 + SECOND_LOOK)
+    tasks = {f: task_ids("gate", f, num)[first:] for f in families}
+    return Suite(name=f"gate/{first}..{num}", tasks=tasks)
 
 
-async def play_suite(
-    engine: Engine, tok: ChatTokenizer, tasks: dict[str, list[str]]
-) -> list[PlayedEpisode]:
-    return await play_episodes(engine, tok, [t for ids in tasks.values() for t in ids])
+async def play_suite(engine: Engine, tok: ChatTokenizer, suite: Suite) -> list[PlayedEpisode]:
+    return await play_episodes(engine, tok, [t for ids in suite.tasks.values() for t in ids])
 
 
 def score_suite(episodes: Sequence[PlayedEpisode], sandbox: Sandbox) -> tuple[EpisodeResult, ...]:

@@ -15,7 +15,7 @@ from m1serve.envs.clerk import play
 from m1serve.envs.saying import Call, Say
 from m1serve.online_rl.play import PlayedEpisode, play_episode, play_episodes
 from m1serve.online_rl.scorers.sandbox import Sandbox
-from m1serve.online_rl.suite import gate_tasks, mean_kl, score_suite, suite_name
+from m1serve.online_rl.suite import first_look, mean_kl, score_suite, second_look
 from m1serve.types import GenerateRequest, StopCause
 
 
@@ -95,8 +95,11 @@ async def test_kl_to_oneself_is_nothing(tok: ChatTokenizer) -> None:
 
 def test_the_suite_is_the_gate_split_and_its_name_tells_it() -> None:
     settings = GateSettings(tasks_per_family=3, families=("sums", "calc"))
-    tasks = gate_tasks(settings)
-    assert list(tasks) == ["sums", "calc"]
-    assert all(t.split("/")[1] == "gate" for ids in tasks.values() for t in ids)
-    assert suite_name(settings) != suite_name(GateSettings(families=("sums", "calc")))
-    assert set(gate_tasks(GateSettings())) == set(FAMILIES)
+    first, second = first_look(settings), second_look(settings, ["calc"])
+    assert [(f, len(ids)) for f, ids in first.tasks.items()] == [("sums", 3), ("calc", 3)]
+    assert [(f, len(ids)) for f, ids in second.tasks.items()] == [("calc", 6)]
+    assert all(t.split("/")[1] == "gate" for ids in first.tasks.values() for t in ids)
+    assert not set(first.tasks["calc"]) & set(second.tasks["calc"])
+    other = first_look(GateSettings(families=("sums", "calc")))
+    assert len({first.name, second.name, other.name}) == 3
+    assert set(first_look(GateSettings()).tasks) == set(FAMILIES)
