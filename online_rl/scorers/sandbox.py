@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -89,7 +90,9 @@ class Sandbox:
         child.wait()
         for pipe in (child.stdin, child.stdout):
             if pipe is not None:
-                pipe.close()
+                # closing flushes what a child that is gone never read
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
     def __enter__(self) -> Sandbox:
         return self

@@ -108,6 +108,14 @@ def test_a_scorer_that_hangs_times_out_and_is_killed(sandbox: Sandbox, how: str)
     assert is_usable(sandbox)
 
 
+def test_a_child_that_never_starts_is_masked() -> None:
+    with Sandbox(timeout_s=1.0, memory_bytes=2**30, command=("/bin/false",)) as box:
+        for _ in range(3):
+            reward = box.score([TURN] * 100, "good").reward
+            assert (reward.value, reward.status) == (None, RewardStatus.CRASHED)
+            assert "exited with 1" in reward.evidence
+
+
 def test_a_scorer_that_refuses_is_not_tried_again(sandbox: Sandbox) -> None:
     reward = sandbox.score([TURN], "refuse").reward
     assert (reward.value, reward.status) == (None, RewardStatus.UNCOMPUTABLE)
