@@ -116,6 +116,13 @@ class Exchange:
     def cached_tokens(self) -> int:
         return self.started.cached_tokens if self.started else 0
 
+    @property
+    def num_shown_logprobs(self) -> int:
+        if not self.prepared.body.logprobs:
+            return 0
+        num_tokens = sum(len(choice.token_ids) for choice in self.choices)
+        return num_tokens * (1 + self.prepared.generate.top_logprobs)
+
     def usage(self) -> dict[str, object]:
         prompt = len(self.prepared.generate.prompt_ids)
         completion = sum(len(choice.token_ids) for choice in self.choices)

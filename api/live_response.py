@@ -11,6 +11,7 @@ import logging
 from contextlib import aclosing
 
 import anyio
+import anyio.to_thread
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 ABORT_WAIT_S = 1.0
 """How long the engine may take to hand over what an aborted request had sampled."""
+LARGE_ANSWER_LOGPROBS = 4096
+"""From here on writing the body takes tens of milliseconds, which would hold up other streams."""
 
 
 class _ClientGone(Exception):
@@ -98,7 +101,14 @@ class LiveResponse(Response):
             async for _ in steps:
                 pass
         await self._exchange.keep()
-        await self._send(send, completion_body(self._exchange), is_last=True)
+        await self._send(send, await self._body(), is_last=True)
+
+    async def _body(self) -> bytes:
+        exchange = self._exchange
+        if exchange.num_shown_logprobs < LARGE_ANSWER_LOGPROBS:
+            return completion_body(exchange)
+        threads = exchange.serving.threads
+        return await anyio.to_thread.run_sync(completion_body, exchange, limiter=threads)
 
     async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -244,7 +244,11 @@ def eventually() -> Callable[..., Awaitable[None]]:
 def serve(tok: ChatTokenizer) -> Serve:
     @asynccontextmanager
     async def serve(
-        *replies: str, key: str = "any", is_behind_proxy: bool = False, **sections: object
+        *replies: str,
+        key: str = "any",
+        is_behind_proxy: bool = False,
+        tok: ChatTokenizer = tok,
+        **sections: object,
     ) -> AsyncIterator[World]:
         settings = Settings(
             **{"model": {"model_id": "fake", "aliases": ["m1/alias"]}, **sections}  # type: ignore[arg-type]

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
 import pytest
 
+from m1serve.chat.byte_tokenizer import byte_tokenizer
+from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.types import StopCause
 
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -136,11 +139,44 @@ async def test_many_streams_at_once_do_not_mix(serve: Any) -> None:
         assert not world.engine.running
 
 
+class WatchedTokenizer(ChatTokenizer):
+    """Remembers on which threads it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_tokenizer().to_json())
+        self.encoded_on: set[int] = set()
+        self.shown_on: set[int] = set()
+
+    def encode_text(self, text: str) -> list[int]:
+        self.encoded_on.add(threading.get_ident())
+        return super().encode_text(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        self.shown_on.add(threading.get_ident())
+        return super().token_bytes(token_id)
+
+
 async def test_a_large_body_is_handled_beside_the_loop(serve: Any) -> None:
-    async with serve(engine={"max_model_len": 4096}) as world:
+    tok = WatchedTokenizer()
+    async with serve(tok=tok) as world:
         tools: Any = [{"type": "function", "function": {"name": "f", "description": "x" * 3000}}]
         history: Any = [{"role": "user", "content": ""} for _ in range(10)]
         answer = await world.client.chat.completions.create(
             model="fake", messages=history, tools=tools, user="u" * 100_000
         )
     assert answer.choices[0].message.content == "Hello."
+    assert threading.get_ident() not in tok.encoded_on
+
+
+@pytest.mark.parametrize(("n", "is_beside"), [(1, False), (8, True)])
+async def test_a_large_answer_is_written_beside_the_loop(
+    serve: Any, n: int, is_beside: bool
+) -> None:
+    tok = WatchedTokenizer()
+    async with serve("word " * 40, tok=tok) as world:
+        world.engine.step = 1000
+        answer = await world.client.chat.completions.create(
+            model="fake", messages=HI, n=n, logprobs=True, top_logprobs=10
+        )
+    assert [len(choice.logprobs.content) for choice in answer.choices] == [200] * n
+    assert (tok.shown_on != {threading.get_ident()}) is is_beside
