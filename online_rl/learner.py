@@ -64,7 +64,7 @@ class Learner:
         for name, parameter in named.items():
             parameter.copy_(tensors[f"master.{name}"])
             self.optimizer.state[parameter] = {
-                "step": torch.tensor(float(self.num_steps)),
+                "step": torch.tensor(float(self.num_steps), device=parameter.device),
                 **{m: tensors[f"{m}.{name}"].to(parameter.device) for m in MOMENTS},
             }
         self.generator.set_state(tensors["generator"])

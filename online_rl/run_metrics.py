@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +79,8 @@ def _weights(name: str, ratio_N: Tensor, weight_max: float) -> dict[str, float]:
     if not len(ratio_N):
         return {}
     weight_N = ratio_N.clamp(max=weight_max)
-    p50, p95, p99 = weight_N.quantile(torch.tensor([0.5, 0.95, 0.99])).tolist()
+    # torch.quantile refuses more than 2^24 numbers
+    p50, p95, p99 = np.quantile(weight_N.numpy(), [0.5, 0.95, 0.99]).tolist()
     return {
         f"{name}_p50": p50,
         f"{name}_p95": p95,

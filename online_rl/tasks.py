@@ -57,7 +57,9 @@ class ScoreWorker:
     def store(self) -> Store:
         with self._lock:
             if self._store is None:
-                self._store = Store.open(self.settings.database)
+                self._store = Store.open(
+                    self.settings.database, job_max_attempts=self.settings.score.max_attempts
+                )
             return self._store
 
     @property

@@ -153,6 +153,7 @@ class Workshop(HeldRun):
     def verify(self) -> None:
         version = self.committed()
         try:
+            _check_committed(version)
             gap = self.wait_for(self.examiner.verify(version.ref))
         except (WeightsError, EngineError) as error:
             self._advance(version, VersionState.REJECTED, f"verification: {error}")
@@ -237,3 +238,13 @@ class Workshop(HeldRun):
         if version is None:
             raise StoreError(f"{weights_version} is not in the ledger; import or restore it")
         return version
+
+
+def _check_committed(version: WeightsVersion) -> None:
+    """A trainer that lost its run unawares may have written to the same number."""
+    digest = read_manifest(Path(version.path)).digest
+    if digest != version.manifest_digest:
+        raise WeightsError(
+            f"{version.path} holds {digest[:12]}, not what was committed as "
+            f"{version.weights_version} ({version.manifest_digest[:12]}); train again"
+        )

@@ -80,3 +80,21 @@ def test_claims_count_only_rewards_that_mean_something(
 def test_what_is_no_number_is_left_out() -> None:
     assert finite({"a": 1.0, "b": math.nan, "c": math.inf}) == {"a": 1.0}
     assert "success" not in finite(claim_metrics([], []))
+
+
+def test_a_batch_of_any_size_has_quantiles() -> None:
+    """torch.quantile refuses more than 2^24 numbers; 400 answers of 40,000 tokens are that many."""
+    num = 2**24 + 1
+    record = StepRecord(
+        logp_N=torch.zeros(1).expand(num),
+        streams=TokenStreams(
+            sampler_logp_N=torch.zeros(1).expand(num),
+            advantage_N=torch.zeros(1),
+            norm_N=torch.zeros(1),
+        ),
+        grad_norm=1.0,
+        grad_min=1.0,
+        grad_max=1.0,
+        num_tokens=num,
+    )
+    assert step_metrics([record], weight_max=5.0)["weight_p99"] == 1.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from m1serve.chat.tokenizer import ChatTokenizer
-from m1serve.config import ScoreSettings, Settings
+from m1serve.config import ScoreSettings, ServeSettings, Settings
 from m1serve.envs import task_ids
 from m1serve.envs.base import build_problem
 from m1serve.online_rl.scorers.sandbox import Sandbox
@@ -165,4 +165,20 @@ def test_the_reaper_sends_what_is_due_once(tmp_path: Path) -> None:
     assert worker.close_idle_sessions() == 0
     worker.retrain()
     assert [r.trigger for r in worker.store.runs.list()] == ["schedule"]
+    worker.close()
+
+
+def test_sessions_that_beat_closes_get_as_many_attempts_as_the_settings_say(
+    tmp_path: Path, make_turn: MakeTurn
+) -> None:
+    score = ScoreSettings(max_attempts=7)
+    serve = ServeSettings(session_idle_s=0.0)
+    worker = ScoreWorker(Settings(home=tmp_path, score=score, serve=serve))
+    turn = make_turn([1, 2], [3], task_id=SUM)
+    worker.store.ledger.ingest([JournalEntry(writer="w", seq=1, record=turn)])
+    assert worker.close_idle_sessions() == 1
+    (job,) = worker.store.jobs.due()
+    claimed = worker.store.jobs.claim(job.job_id, lease_s=9.0)
+    assert claimed is not None
+    assert claimed.max_attempts == 7
     worker.close()

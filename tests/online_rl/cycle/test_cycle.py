@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,27 @@ def test_a_damaged_candidate_is_rejected_by_verification(bench: Bench) -> None:
     run = bench.store.runs.get(run_id)
     assert run is not None
     assert run.reason.startswith("verification: nano@1 must not serve")
+
+
+def test_a_directory_that_another_trainer_wrote_over_is_rejected(bench: Bench) -> None:
+    """As one that was stopped for longer than its lease might do when it wakes."""
+
+    class WrittenOver(Workshop):
+        def verify(self) -> None:
+            version = self.candidate()
+            assert version is not None
+            shutil.rmtree(version.path)
+            shutil.copytree(bench.settings.weights_dir / "nano" / "0", version.path)
+            other = replace(read_manifest(Path(version.path)), weights_version="nano@1")
+            other.sealed().write(Path(version.path))
+            super().verify()
+
+    bench.fill(num_groups=2, size=2)
+    run_id = bench.store.runs.request("nano", "test")
+    assert run_cycle(bench.shop(WrittenOver)) == "rejected"
+    run = bench.store.runs.get(run_id)
+    assert run is not None
+    assert "not what was committed" in run.reason
 
 
 def test_another_stable_version_meanwhile_rejects_the_candidate(bench: Bench) -> None:
