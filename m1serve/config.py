@@ -6,7 +6,9 @@ of M1SERVE_TRAIN__LR.
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +66,7 @@ class ServeSettings(_Section):
     api_keys: tuple[str, ...] = ()
     """sha256 hex of accepted keys; empty accepts any key (loopback only)."""
     admin_key: str | None = None
-    """sha256 hex of the admin key; None leaves the admin port open on loopback."""
+    """sha256 hex of the admin key; None leaves the admin port open (loopback only)."""
     max_n: int = Field(default=64, ge=1)
     keep_alive_s: float = 15.0
     session_idle_s: float = 600.0
@@ -196,10 +198,35 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa
         if name.startswith("M1SERVE_") and name.split("__")[0] not in known:
             raise ConfigError(f"unknown environment variable {name}; known are {sorted(known)}")
     try:
-        return Settings(**flags)
+        settings = Settings(**flags)
     except ValidationError as error:
         lines = "; ".join(
             f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})"
             for e in error.errors()
         )
         raise ConfigError(f"settings refused: {lines}") from None
+    _require_keys(settings.serve)
+    return settings
+
+
+def _require_keys(serve: ServeSettings) -> None:
+    admin_keys = () if serve.admin_key is None else (serve.admin_key,)
+    if not all(re.fullmatch("[0-9a-fA-F]{64}", key) for key in (*serve.api_keys, *admin_keys)):
+        raise ConfigError(
+            "serve.api_keys and serve.admin_key hold sha256 hex digests, not keys; "
+            'make one with: printf %s "$KEY" | sha256sum'
+        )
+    keys = {"serve.api_keys": serve.api_keys, "serve.admin_key": admin_keys}
+    missing = [name for name, given in keys.items() if not given]
+    if missing and not _is_loopback(serve.host):
+        raise ConfigError(
+            f"serve.host {serve.host!r} is reachable from other machines and "
+            f"{' and '.join(missing)} let anybody in; set them or bind to 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -40,6 +40,44 @@ def test_a_value_out_of_range_says_what_was_got() -> None:
         load_settings(serve={"port": 99999})
 
 
+KEY = "a" * 64
+
+
+@pytest.mark.parametrize(
+    ("serve", "missing"),
+    [
+        ({"host": "0.0.0.0"}, "serve.api_keys and serve.admin_key"),
+        ({"host": "::", "api_keys": [KEY]}, "serve.admin_key"),
+        ({"host": "gpu-7.example", "admin_key": KEY}, "serve.api_keys"),
+    ],
+)
+def test_nobody_outside_this_machine_is_served_without_keys(
+    serve: dict[str, object], missing: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"reachable from other machines.* {missing} "):
+        load_settings(serve=serve)
+
+
+@pytest.mark.parametrize(
+    "serve",
+    [
+        {"host": "localhost"},
+        {"host": "127.0.0.2"},
+        {"host": "::1"},
+        {"host": "0.0.0.0", "api_keys": [KEY], "admin_key": KEY.upper()},
+    ],
+)
+def test_loopback_needs_no_keys_and_keys_open_the_rest(serve: dict[str, object]) -> None:
+    assert load_settings(serve=serve).serve.host == serve["host"]
+
+
+@pytest.mark.parametrize("serve", [{"api_keys": ["my secret"]}, {"admin_key": "my secret"}])
+def test_a_key_that_is_no_digest_is_refused_and_not_repeated(serve: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"sha256 hex.*sha256sum") as caught:
+        load_settings(serve=serve)
+    assert "my secret" not in str(caught.value)
+
+
 def test_a_missing_settings_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no settings file"):
         load_settings(tmp_path / "absent.toml")
