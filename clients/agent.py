@@ -6,7 +6,6 @@ It sees what any client sees: messages and tool calls. Ids, logprobs and rewards
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import openai
 from openai.types.chat import ChatCompletionMessage
 
-from m1serve.envs import Episode, Task, make_task, max_turns, open_episode
+from m1serve.envs import Episode, Task, make_task, max_turns, open_episode, use_tool
 from m1serve.types import Mode
 
 REQUEST_TIMEOUT_S = 300.0
@@ -143,17 +142,8 @@ class _Conversation:
                 "role": "tool",
                 "tool_call_id": call["id"],
                 "name": function["name"],
-                "content": self._call(function["name"], function["arguments"]),
+                "content": use_tool(self._episode, function["name"], function["arguments"]),
             }
             self.messages.append(result)
             self.transcript.append(result)
         return bool(said.get("tool_calls"))
-
-    def _call(self, name: str, arguments: str) -> str:
-        try:
-            parsed = json.loads(arguments)
-        except json.JSONDecodeError as error:
-            return f"error: arguments are not JSON: {error}"
-        if not isinstance(parsed, dict):
-            return "error: arguments are not a JSON object"
-        return self._episode.call(name, parsed)

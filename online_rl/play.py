@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import zlib
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from m1serve.chat.reply import turn_from_ids
 from m1serve.chat.template import encode_extension, encode_prompt
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.engine.base import Engine
-from m1serve.envs import Episode, make_task, max_turns, open_episode
+from m1serve.envs import Episode, make_task, max_turns, open_episode, use_tool
 from m1serve.types import Delta, GenerateRequest, Limits, Sampling, StopCause, Turn
 
 MAX_TURN_TOKENS = 256
@@ -110,7 +109,7 @@ def _use_tools(episode: Episode, turn: Turn) -> list[ChatMessage]:
             role="tool",
             name=call.name,
             tool_call_id=call.id or str(i),
-            content=episode.call(call.name, json.loads(call.arguments)),
+            content=use_tool(episode, call.name, call.arguments),
         )
         for i, call in enumerate(turn.tool_calls)
     ]

@@ -10,6 +10,7 @@ from m1serve.envs.base import (
     open_episode,
     score_episode,
     task_ids,
+    use_tool,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "open_episode",
     "score_episode",
     "task_ids",
+    "use_tool",
 ]

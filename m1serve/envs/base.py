@@ -32,6 +32,7 @@ __all__ = [
     "open_episode",
     "score_episode",
     "task_ids",
+    "use_tool",
 ]
 
 FAMILIES = (*DESK_FAMILIES, *MATHS_FAMILIES)
@@ -66,6 +67,14 @@ def task_ids(split: str, family: str, count: int, seed: int = 0) -> list[str]:
     for task_id in ids[:1]:
         TaskId.parse(task_id, FAMILIES)
     return ids
+
+
+def use_tool(episode: Episode, name: str, arguments: str) -> str:
+    """What an agent gets for a call as the model wrote it; no JSON object is an error."""
+    parsed = _arguments(arguments)
+    if parsed is None:
+        return "error: arguments are not a JSON object"
+    return episode.call(name, parsed)
 
 
 def score_episode(task_id: str, turns: Sequence[Turn]) -> Reward:

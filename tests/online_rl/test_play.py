@@ -77,6 +77,21 @@ async def test_an_endless_agent_is_cut_after_its_turns(tok: ChatTokenizer) -> No
     assert len(episode.turns) == max_turns(task_id)
 
 
+async def test_a_ruined_agent_gets_errors_for_calls_that_are_no_json(tok: ChatTokenizer) -> None:
+    broken = (
+        "<think>\nx\n</think>\n"
+        '<tool_calls>\n{"name": "calculator", "arguments": {"a": "1\n</tool_calls>'
+    )
+    engine = ScriptedEngine(
+        lambda request: ScriptedReply(text=broken),
+        tokenizer=tok,
+        settings=EngineSettings(kind="scripted", max_model_len=8192),
+    )
+    episode = await play_episode(engine, tok, task_ids("gate", "calc", 1)[0])
+    assert not episode.turns[0].turn.is_well_formed
+    assert "arguments are not a JSON object" in tok.decode(episode.turns[1].prompt_ids)
+
+
 async def test_a_turn_without_room_ends_the_episode(tok: ChatTokenizer) -> None:
     task_id = task_ids("gate", "sums", 1)[0]
     room = len((await play_episode(engine_of(tok), tok, task_id)).turns[0].prompt_ids)
