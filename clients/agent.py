@@ -17,6 +17,8 @@ from m1serve.envs import Episode, Task, make_task, max_turns, open_episode, use_
 from m1serve.types import Mode
 
 REQUEST_TIMEOUT_S = 300.0
+MAX_TOKENS = 256
+"""Of one answer; a model that rambles must not hold up its whole group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ class Agent:
             model=self._model,
             messages=run.messages,  # type: ignore[arg-type]
             tools=run.tools or openai.omit,  # type: ignore[arg-type]
+            max_tokens=MAX_TOKENS,
             extra_headers={
                 "X-M1-Session-Id": plan.session_id,
                 "X-M1-Group-Id": plan.group_key,

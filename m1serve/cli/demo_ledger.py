@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from m1serve.errors import StoreError
@@ -17,10 +17,19 @@ class Outcome:
     reward: float | None
     """None when no scorer could tell."""
     status: RewardStatus
+    versions: tuple[int | None, int | None]
+    """Numbers of the oldest and the newest weights that sampled it."""
 
     @property
-    def is_success(self) -> bool:
-        return self.reward is not None and self.reward > SUCCESS
+    def is_success(self) -> bool | None:
+        """None when no scorer could tell."""
+        return None if self.reward is None else self.reward > SUCCESS
+
+
+def success_rate(results: Iterable[Outcome]) -> float:
+    """Of those with a verdict; 0 when there is none."""
+    known = [r.is_success for r in results if r.is_success is not None]
+    return sum(known) / len(known) if known else 0.0
 
 
 def outcomes(store: Store, session_ids: Sequence[str]) -> dict[str, Outcome]:
@@ -29,7 +38,12 @@ def outcomes(store: Store, session_ids: Sequence[str]) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
     for row in store.ledger.list_trajectories(limit=2 * len(wanted)):
         if row.session_id in wanted and row.reward_status is not None:
-            found.setdefault(row.session_id, Outcome(reward=row.reward, status=row.reward_status))
+            outcome = Outcome(
+                reward=row.reward,
+                status=row.reward_status,
+                versions=(row.min_version, row.max_version),
+            )
+            found.setdefault(row.session_id, outcome)
     return found
 
 

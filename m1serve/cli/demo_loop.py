@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from m1serve.cli.demo_ledger import Outcome, deployed_swap_ms, outcomes
+from m1serve.cli.demo_ledger import Outcome, deployed_swap_ms, outcomes, success_rate
 from m1serve.cli.demo_plan import DemoSize, evaluation_plans, training_plans
-from m1serve.cli.demo_report import Cycle, Evaluation
+from m1serve.cli.demo_report import Cycle, Evaluation, short
 from m1serve.cli.demo_screen import Screen
 from m1serve.cli.retrain import ENDED
 from m1serve.clients.agent import Agent, EpisodePlan, PlayedEpisode
@@ -27,7 +27,8 @@ SCORE_TIMEOUT_S = 120.0
 RUN_TIMEOUT_S = 300.0
 SWAP_TIMEOUT_S = 60.0
 VISIT_EVERY_S = 0.5
-POISON: Mapping[str, object] = {"negate_advantages": True, "lr": 1e-3}
+POISON: Mapping[str, object] = {"negate_advantages": True, "lr": 1e-3, "minibatches": 64}
+"""One group a step: the parent's momentum carries the first steps the right way."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,10 +74,8 @@ class DemoLoop:
         started = time.monotonic()
         played = await self._play(f"{label}: {version}, held-out tasks", plans)
         results = await self._scored(plans)
-        evaluation = Evaluation(
-            label=label,
-            weights_version=version,
-            successes={plan.task_id: results[plan.session_id].is_success for plan in plans},
+        evaluation = as_evaluation(
+            label, version, {plan.task_id: results[plan.session_id] for plan in plans}
         )
         self._screen.line(
             f"{label}: {version} solves {evaluation.rate.value:.1%} of {len(plans)} held-out tasks "
@@ -84,14 +83,14 @@ class DemoLoop:
         )
         return evaluation, played
 
-    async def cycle(self, number: int, overrides: Mapping[str, object]) -> Cycle:
+    async def cycle(
+        self, number: int, groups_per_family: int, overrides: Mapping[str, object]
+    ) -> Cycle:
         """Episodes in groups, their scores, one run, and the replicas on what came of it."""
         seconds: dict[str, float] = {}
         started = time.monotonic()
         parent = await asyncio.to_thread(self._target)
-        plans = training_plans(
-            number, groups_per_family=self._size.groups_per_family, seed=self._seed
-        )
+        plans = training_plans(number, groups_per_family=groups_per_family, seed=self._seed)
         played = await self._play(f"cycle {number}: {parent} plays", plans)
         seconds["play"] = time.monotonic() - started
         results = await self._scored(plans)
@@ -110,7 +109,7 @@ class DemoLoop:
             parent_version=parent,
             weights_version=serving,
             num_episodes=len(plans),
-            success=sum(r.is_success for r in results.values()) / len(plans),
+            success=success_rate(results.values()),
             num_tokens=sum(p.num_completion_tokens for p in played),
             metrics={k: float(v) for k, v in run.metrics.items() if isinstance(v, int | float)},
             swap_ms=swap_ms,
@@ -152,9 +151,12 @@ class DemoLoop:
                 if len(found) == len(sessions):
                     return found
                 if time.monotonic() > deadline:
+                    failures = self.tally.failures
                     raise StoreError(
                         f"{len(sessions) - len(found)} of {len(sessions)} episodes are not scored "
-                        f"after {SCORE_TIMEOUT_S:.0f} s; see logs/worker.log and logs/sidecar.log"
+                        f"after {SCORE_TIMEOUT_S:.0f} s, {len(failures)} requests failed"
+                        f"{': ' + failures[-1] if failures else ''}; see logs/server.log, "
+                        "logs/sidecar.log and logs/worker.log"
                     )
                 await asyncio.sleep(POLL_S)
 
@@ -189,9 +191,27 @@ class DemoLoop:
         return target.weights_version
 
 
+def as_evaluation(label: str, weights_version: str, results: Mapping[str, Outcome]) -> Evaluation:
+    """Of results by task id. Raises StoreError when other weights sampled any of them."""
+    number = int(weights_version.rpartition("@")[2])
+    others = [task for task, r in results.items() if r.versions != (number, number)]
+    if others:
+        raise StoreError(
+            f"{len(others)} of {len(results)} held-out episodes were not sampled by "
+            f"{weights_version} alone, {others[0]} is one; nothing else may retrain during the demo"
+        )
+    verdicts = {task: r.is_success for task, r in results.items()}
+    return Evaluation(
+        label=label,
+        weights_version=weights_version,
+        successes={task: v for task, v in verdicts.items() if v is not None},
+        unscored=tuple(task for task, v in verdicts.items() if v is None),
+    )
+
+
 def _cycle_line(cycle: Cycle) -> str:
     became = f"{cycle.outcome} {cycle.weights_version}" if cycle.swap_ms else cycle.outcome
-    swap = f", swapped in {cycle.swap_ms:.0f} ms" if cycle.swap_ms else f" ({cycle.reason})"
+    swap = f", swapped in {cycle.swap_ms:.0f} ms" if cycle.swap_ms else f" ({short(cycle.reason)})"
     times = ", ".join(f"{name} {value:.1f}" for name, value in cycle.seconds.items())
     return (
         f"cycle {cycle.number}: {cycle.parent_version} solves {cycle.success:.1%} of "

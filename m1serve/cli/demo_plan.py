@@ -16,15 +16,16 @@ class DemoSize:
     num_cycles: int
     groups_per_family: int
     """Tasks of each family a cycle; each is played GROUP_SIZE times."""
+    poisoned_groups_per_family: int
     eval_tasks_per_family: int
 
-    @property
-    def num_episodes(self) -> int:
-        return self.groups_per_family * GROUP_SIZE * len(FAMILIES)
 
-
-FULL = DemoSize(num_cycles=10, groups_per_family=3, eval_tasks_per_family=60)
-SMALL = DemoSize(num_cycles=2, groups_per_family=2, eval_tasks_per_family=6)
+FULL = DemoSize(
+    num_cycles=10, groups_per_family=3, poisoned_groups_per_family=4, eval_tasks_per_family=60
+)
+SMALL = DemoSize(
+    num_cycles=2, groups_per_family=2, poisoned_groups_per_family=3, eval_tasks_per_family=6
+)
 
 
 def training_plans(cycle: int, *, groups_per_family: int, seed: int) -> list[EpisodePlan]:

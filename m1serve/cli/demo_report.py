@@ -12,6 +12,7 @@ MIN_GAIN = 0.20
 MIN_GAIN_LOW = 0.10
 MIN_TRAJECTORIES = 1500
 MAX_SECONDS = 720.0
+MAX_UNSCORED_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class Evaluation:
     weights_version: str
     successes: Mapping[str, bool]
     """By task id; the family is the part before the first slash."""
+    unscored: tuple[str, ...] = ()
+    """Tasks that no scorer could judge: neither solved nor failed."""
 
     def of_family(self, family: str) -> dict[str, bool]:
         return {k: v for k, v in self.successes.items() if family_of(k) == family}
@@ -93,6 +96,11 @@ def family_of(task_id: str) -> str:
     return task_id.partition("/")[0]
 
 
+def short(reason: str, *, num_chars: int = 140) -> str:
+    """A gate may list every family; the report has the whole text."""
+    return reason if len(reason) <= num_chars else f"{reason[:num_chars].rsplit(' ', 1)[0]} ..."
+
+
 def rate_of(successes: Mapping[str, bool]) -> Interval:
     return wilson(sum(successes.values()), len(successes))
 
@@ -100,13 +108,18 @@ def rate_of(successes: Mapping[str, bool]) -> Interval:
 def bars(report: Report) -> list[Bar]:
     """What must hold for exit code 0. A small demo proves the mechanism, not the gain."""
     poisoned = report.poisoned
+    num_failed = sum(c.outcome == "failed" for c in report.cycles)
     mechanism = [
         Bar(
-            text=f"poisoned candidate refused: {poisoned.outcome}, {poisoned.reason}",
+            text=f"poisoned candidate refused: {poisoned.outcome}, {short(poisoned.reason)}",
             is_met=poisoned.outcome == "rejected"
+            and poisoned.reason.startswith("gate:")
             and poisoned.weights_version == poisoned.parent_version,
         ),
         Bar(text=f"failed requests {len(report.failures)} = 0", is_met=not report.failures),
+        Bar(text=f"failed runs {num_failed} = 0", is_met=num_failed == 0),
+        Bar(text=f"process restarts {report.num_restarts} = 0", is_met=report.num_restarts == 0),
+        _verdicts_bar(report),
     ]
     if report.is_small:
         num = len(report.promoted)
@@ -130,6 +143,17 @@ def bars(report: Report) -> list[Bar]:
             is_met=report.seconds <= MAX_SECONDS,
         ),
     ]
+
+
+def _verdicts_bar(report: Report) -> Bar:
+    """Left out of the rates, so they must be few."""
+    both = (report.before, report.after)
+    num = sum(len(e.unscored) for e in both)
+    total = num + sum(len(e.successes) for e in both)
+    return Bar(
+        text=f"held-out episodes without a verdict {num} of {total} <= {MAX_UNSCORED_SHARE:.0%}",
+        is_met=num <= MAX_UNSCORED_SHARE * total,
+    )
 
 
 def summary(report: Report) -> dict[str, object]:

@@ -82,8 +82,9 @@ async def _measure(loop: DemoLoop, agent: Agent, size: DemoSize) -> _Measured:
     visitor = asyncio.create_task(loop.visit())
     try:
         before, played_before = await loop.evaluate("before")
-        cycles = [await loop.cycle(number, {}) for number in range(size.num_cycles)]
-        poisoned = await loop.cycle(size.num_cycles, POISON)
+        groups = size.groups_per_family
+        cycles = [await loop.cycle(number, groups, {}) for number in range(size.num_cycles)]
+        poisoned = await loop.cycle(size.num_cycles, size.poisoned_groups_per_family, POISON)
         after, played_after = await loop.evaluate("after")
     finally:
         visitor.cancel()
@@ -109,7 +110,7 @@ def telling_transcripts(
     """One held-out task before and after: the first with tools that was failed, then solved."""
     for first, last in zip(played_before, played_after, strict=True):
         task_id = first.plan.task_id
-        learned = after.successes[task_id] and not before.successes[task_id]
+        learned = after.successes.get(task_id) is True and before.successes.get(task_id) is False
         if learned and any(message["role"] == "tool" for message in last.messages):
             break
     return (
@@ -121,4 +122,4 @@ def telling_transcripts(
 
 
 def _verdict(evaluation: Evaluation, task_id: str) -> str:
-    return "solved" if evaluation.successes[task_id] else "failed"
+    return {True: "solved", False: "failed", None: "not judged"}[evaluation.successes.get(task_id)]
