@@ -17,14 +17,20 @@ from m1serve.errors import ConfigError
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 90.0
+MARKS = ("run/up.lock", "logs/up.log")
+"""One of them is in every home that a demo has used."""
 
 
 def fresh_home(home: Path) -> None:
-    """An empty `home`. Refused while something runs in it."""
-    if home.exists():
+    """An empty `home`. Refused while something runs in it, or when it is not a home of ours."""
+    if home.exists() and any(home.iterdir()):
+        if not any((home / mark).exists() for mark in MARKS):
+            raise ConfigError(
+                f"{home} was not made by `m1serve demo` and would be deleted; choose another --out"
+            )
         with lock_home(home):
             shutil.rmtree(home)
-    home.mkdir(parents=True)
+    home.mkdir(parents=True, exist_ok=True)
 
 
 class Product:

@@ -14,10 +14,17 @@ from m1serve.cli.demo_report import Cycle, Evaluation, Report, as_json, bars, su
 from m1serve.cli.demo_tables import print_report, transcript
 
 
-def evaluation(label: str, version: str, num_lookup: int, num_sums: int) -> Evaluation:
+def evaluation(
+    label: str, version: str, num_lookup: int, num_sums: int, *, num_unscored: int = 0
+) -> Evaluation:
     lookup = {f"lookup/report/{i}": i < num_lookup for i in range(60)}
-    sums = {f"sums/report/{i}": i < num_sums for i in range(60)}
-    return Evaluation(label=label, weights_version=version, successes=lookup | sums)
+    sums = {f"sums/report/{i}": i < num_sums for i in range(60 - num_unscored)}
+    return Evaluation(
+        label=label,
+        weights_version=version,
+        successes=lookup | sums,
+        unscored=tuple(f"sums/report/{59 - i}" for i in range(num_unscored)),
+    )
 
 
 def cycle(number: int, *, outcome: str = "promoted") -> Cycle:
@@ -26,7 +33,7 @@ def cycle(number: int, *, outcome: str = "promoted") -> Cycle:
         number=number,
         run_id=f"r{number}",
         outcome=outcome,
-        reason="" if is_promoted else "success fell",
+        reason="" if is_promoted else "gate: success fell",
         parent_version=f"nano@{number}",
         weights_version=f"nano@{number + 1}" if is_promoted else f"nano@{number}",
         num_episodes=200,
@@ -72,12 +79,30 @@ def test_a_good_demo_holds_every_bar() -> None:
         ({"seconds": 721.0}, "seconds 721 <= 720"),
         ({"poisoned": cycle(10)}, "poisoned candidate refused: promoted, "),
         ({"poisoned": cycle(10, outcome="failed")}, "poisoned candidate refused: failed"),
+        (
+            {"poisoned": replace(cycle(10, outcome="rejected"), reason="verification: nan")},
+            "poisoned candidate refused: rejected, verification",
+        ),
+        (
+            {"before": evaluation("before", "nano@0", 20, 24, num_unscored=3)},
+            "held-out episodes without a verdict 3 of 240 <= 1%",
+        ),
+        ({"cycles": (*(cycle(n) for n in range(9)), cycle(9, outcome="failed"))}, "failed runs 1"),
+        ({"num_restarts": 1}, "process restarts 1 = 0"),
     ],
 )
 def test_each_bar_can_be_missed(change: dict[str, object], missing: str) -> None:
     report = replace(GOOD, **change)  # type: ignore[arg-type]
     assert any(text.startswith(missing) for text in missed(report)), missed(report)
     assert summary(report)["held"] is False
+
+
+def test_what_has_no_verdict_is_no_failure() -> None:
+    """An unscored task is left out on both sides of the gain, and of the rate."""
+    report = replace(GOOD, before=evaluation("before", "nano@0", 20, 24, num_unscored=1))
+    assert missed(report) == []
+    assert report.before.rate.value == pytest.approx(44 / 119)
+    assert report.gain("sums").value == pytest.approx(6 / 59)
 
 
 def test_a_small_demo_asks_for_the_mechanism_only() -> None:
@@ -100,7 +125,7 @@ def test_the_last_line_carries_what_scripts_read() -> None:
 def test_the_report_is_plain_json() -> None:
     whole = json.loads(json.dumps(as_json(GOOD)))
     assert whole["families"]["lookup"]["gain"]["value"] == pytest.approx(0.5)
-    assert len(whole["bars"]) == 7
+    assert len(whole["bars"]) == len(bars(GOOD))
 
 
 def test_tables_and_plot_are_written(tmp_path: Path) -> None:
