@@ -14,6 +14,7 @@ from itertools import groupby
 
 from m1serve.chat.messages import ChatMessage
 from m1serve.chat.tokenizer import BOD, BOS, CALLS, CALLS_END, EOS, ChatTokenizer
+from m1serve.types import ToolCall
 
 _TOOLS_HEAD = "system tool_setting=tools\nYou are provided with these tools:\n<tools>\n"
 _TOOLS_BEFORE_TAGS = "</tools>\n\nIf you need to call tools, please respond with "
@@ -65,14 +66,17 @@ def encode_extension(
 
 def template_digest() -> str:
     """Changes whenever the same conversation would be rendered differently."""
+    calls = (ToolCall(name="t", arguments='{"x": 1}'), ToolCall(name="é", arguments=""))
     parts: list[_Part] = [
         *_system_parts([ChatMessage(role="system", content="s")]),
         *_tool_list_parts([{"name": "t", "description": "é", "parameters": {}}]),
         *_turn_parts(
             [
                 ChatMessage(role="user", content="u"),
-                ChatMessage(role="assistant", content="a", reasoning="r"),
+                ChatMessage(role="assistant", content="a", reasoning="r", tool_calls=calls),
                 ChatMessage(role="tool", content="r", name="t"),
+                ChatMessage(role="tool", content="r", name="é"),
+                ChatMessage(role="assistant", content="", tool_calls=calls),
             ]
         ),
         *_generation_parts(),
