@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import typer
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from m1serve.config import Settings
 
 MIN_FREE_BYTES = 2 * 2**30
+REDIS_PORT = 6379
+BROKER_TIMEOUT_S = 3.0
 PACKAGES = ("torch", "ray", "celery", "sqlalchemy", "fastapi", "openai", "tokenizers")
 
 
@@ -39,7 +43,7 @@ def doctor(
     model: options.Model = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Checks packages, disk, model, database, weights and ports. Exit code 1 when one is wrong."""
+    """Checks packages, disk, model, database, weights, broker, ports. Exit code 1: one is wrong."""
     settings = options.read_settings(config=config, home=home, overrides=overrides, model=model)
     console = wide_console()
     findings: list[Finding] = []
@@ -62,6 +66,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         "model": _model,
         "database": _database,
         "weights": _weights,
+        "broker": _broker,
         "server": _server,
     }
     for subject, check in checks.items():
@@ -125,8 +130,23 @@ def _weights(settings: Settings) -> str:
         target = store.weights.target(settings.model.model_id)
     if target is None:
         raise Unfit("no version should serve; run `m1serve up` or `m1serve weights init`")
-    manifest = verify_version(Path(target.path))
+    manifest = verify_version(Path(target.path), weights_version=target.weights_version)
     return f"{target.weights_version} should serve; its {len(manifest.tensors)} tensors are intact"
+
+
+def _broker(settings: Settings) -> str:
+    url = settings.score.broker_url
+    if url is None:
+        return "embedded, files in the home"
+    parts = urlsplit(url)
+    host, port = parts.hostname or "127.0.0.1", parts.port or REDIS_PORT
+    try:
+        socket.create_connection((host, port), timeout=BROKER_TIMEOUT_S).close()
+    except OSError as error:
+        raise Unfit(
+            f"no broker at {host}:{port} ({error}); start it or mend score.broker_url"
+        ) from None
+    return f"{parts.scheme} at {host}:{port} takes connections"
 
 
 def _server(settings: Settings) -> str:

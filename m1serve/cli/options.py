@@ -120,17 +120,21 @@ def settings_environment(settings: Settings) -> dict[str, str]:
 
 @contextmanager
 def open_store(settings: Settings, *, must_exist: bool = True) -> Iterator[Store]:
-    """The store of these settings. Raises ConfigError instead of making one in a mistyped home."""
+    """The store of these settings. Raises ConfigError instead of making one in a mistyped home.
+
+    Only with `must_exist=False` may it ingest: the tenant key is made in the home then.
+    """
     from m1serve.store import Store, load_tenant_key
 
     file = Path(settings.database.removeprefix("sqlite:///"))
     if must_exist and settings.database.startswith("sqlite:///") and not file.exists():
         raise ConfigError(f"no database at {file}; give the --home of a server that has run")
-    store = Store.open(
-        settings.database,
-        tenant_key=load_tenant_key(settings.home),
-        job_max_attempts=settings.score.max_attempts,
-    )
+    attempts = settings.score.max_attempts
+    if must_exist:
+        store = Store.open(settings.database, job_max_attempts=attempts)
+    else:
+        key = load_tenant_key(settings.home)
+        store = Store.open(settings.database, tenant_key=key, job_max_attempts=attempts)
     try:
         yield store
     finally:

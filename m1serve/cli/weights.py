@@ -72,6 +72,7 @@ def promote(
     config: options.ConfigFile = None,
     home: options.Home = None,
     overrides: options.Overrides = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Makes a version that passed its gates the one that serves; replicas swap by themselves."""
     settings = options.read_settings(config=config, home=home, overrides=overrides)
@@ -79,7 +80,7 @@ def promote(
         if store.weights.get(version) is None:
             raise ConfigError(f"no version {version}; see `m1serve weights list`")
         store.weights.promote(version, reason="promoted by hand")
-    print(f"{version} is active")
+    print(json.dumps({"stable": version}) if as_json else f"{version} is active")
 
 
 @app.command("rollback")
@@ -87,12 +88,13 @@ def rollback(
     config: options.ConfigFile = None,
     home: options.Home = None,
     overrides: options.Overrides = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Back to the nearest retired ancestor of what serves."""
     settings = options.read_settings(config=config, home=home, overrides=overrides)
     with options.open_store(settings) as store:
         version = store.weights.rollback(settings.model.model_id)
-    print(f"{version} is active again")
+    print(json.dumps({"stable": version}) if as_json else f"{version} is active again")
 
 
 @app.command("init")

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from m1serve.store import Store
+from m1serve.types import Slot, VersionState
+
 HEAVY = ("torch", "ray", "celery", "sqlalchemy", "fastapi", "openai", "numpy", "matplotlib")
 COMMANDS = (
     "up",
@@ -89,6 +92,45 @@ def test_what_cannot_work_is_one_line_and_code_2(
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("m1serve: ")
+
+
+def test_looking_makes_no_home(tmp_path: Path) -> None:
+    """Not even when the database is elsewhere, and away."""
+    url = "database_url=postgresql+psycopg://me@127.0.0.1:9/m1serve"
+    assert m1serve("weights", "list", "--home", "h", "--set", url, cwd=tmp_path).returncode == 2
+    assert m1serve("doctor", "--home", "h", "--set", url, cwd=tmp_path).returncode == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_names_a_broker_that_is_away(tmp_path: Path) -> None:
+    url = "score.broker_url=redis://:secret@127.0.0.1:9/0"
+    done = m1serve("doctor", "--json", "--home", "h", "--set", url, cwd=tmp_path)
+    findings = {f["subject"]: f for f in json.loads(done.stdout)}
+    assert done.returncode == 1
+    assert not findings["broker"]["is_good"]
+    assert "127.0.0.1:9" in findings["broker"]["text"]
+    assert "secret" not in done.stdout
+    done = m1serve("doctor", "--json", "--home", "h", cwd=tmp_path)
+    assert {f["subject"]: f for f in json.loads(done.stdout)}["broker"]["is_good"]
+
+
+def test_promotion_and_rollback_answer_scripts(tmp_path: Path) -> None:
+    store = Store.open(f"sqlite:///{tmp_path / 'm1serve.db'}")
+    for number, state in enumerate((VersionState.ACTIVE, VersionState.GATED)):
+        store.weights.register(
+            f"nano@{number}",
+            "nano",
+            str(tmp_path),
+            state=state,
+            parent="nano@0" if number else None,
+        )
+    store.weights.set_target("nano", Slot.STABLE, "nano@0", expect=None)
+    store.close()
+    where = ("--home", str(tmp_path), "--json")
+    done = m1serve("weights", "promote", "nano@1", *where, cwd=tmp_path)
+    assert json.loads(done.stdout) == {"stable": "nano@1"}, done.stderr
+    done = m1serve("weights", "rollback", *where, cwd=tmp_path)
+    assert json.loads(done.stdout) == {"stable": "nano@0"}, done.stderr
 
 
 def test_doctor_names_a_broken_model_directory(tmp_path: Path) -> None:
