@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from m1serve.cli.lifeline import kill_session
 from m1serve.errors import ConfigError
 
 
@@ -59,7 +60,7 @@ def end_leftovers(home: Path, *, grace_s: float) -> list[str]:
     while any(_belongs_to(pid, home) for pid in leftovers.values()) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in leftovers.values():
-        _signal_group(pid, signal.SIGKILL)
+        kill_session(pid)
     return list(leftovers)
 
 

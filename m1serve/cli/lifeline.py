@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "PARENT_OF_M1SERVE"
@@ -29,6 +30,33 @@ def tied_environment(environment: dict[str, str], *, num_threads: int) -> dict[s
     threads = dict.fromkeys(THREAD_VARIABLES, str(num_threads))
     passive = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
     return {**environment, **threads, **passive, PARENT_VARIABLE: str(os.getpid())}
+
+
+def kill_session(leader: int) -> None:
+    """SIGKILL to every process of a session; Ray's workers lead groups of their own in it."""
+    killed: set[int] = set()
+    # again for those that were forked meanwhile
+    while members := _members_of(leader) - killed:
+        for pid in members:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        killed |= members
+
+
+def _members_of(leader: int) -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[3] == str(leader) and fields[0] != "Z":
+            found.add(int(entry.name))
+    return found
 
 
 def die_with_parent() -> None:

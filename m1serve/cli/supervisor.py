@@ -1,7 +1,7 @@
 """Runs child processes, restarts those that crash, stops them all in order.
 
-Each child leads a process group of its own, so that what it leaves behind can be ended with it. Not
-a general init: no dependencies between children beyond the order of stopping.
+Each child leads a session of its own, so that what it leaves behind can be ended with it. Not a
+general init: no dependencies between children beyond the order of stopping.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from m1serve.cli.lifeline import kill_session
 from m1serve.errors import ConfigError
 
 EXIT_REFUSED = 2
@@ -74,7 +75,7 @@ class Child:
         self._pid_file.write_text(f"{self._process.pid}\n")
 
     async def wait(self) -> int:
-        """Exit code of the running process; what it left in its group is killed."""
+        """Exit code of the running process; what it left in its session is killed."""
         assert self._process is not None
         await _exit_of(self._process)
         return self._bury(self._process)
@@ -102,10 +103,7 @@ class Child:
 
     def _bury(self, process: subprocess.Popen[bytes]) -> int:
         self._process = None
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            logger.debug("%s left nothing behind", self.spec.name)
+        kill_session(process.pid)
         self._pid_file.unlink(missing_ok=True)
         return process.wait()
 

@@ -105,8 +105,9 @@ async def test_a_child_that_ignores_sigterm_is_killed_with_its_group(tmp_path: P
     await asyncio.to_thread(wait_until, lambda: not is_alive(grandchild))
 
 
-async def test_what_a_crashed_child_leaves_behind_is_ended(tmp_path: Path) -> None:
-    script = f"sleep 60 & echo $! > {tmp_path}/grandchild; kill -9 $$"
+@pytest.mark.parametrize("options", ["+m", "-m"], ids=["its group", "groups of their own"])
+async def test_what_a_crashed_child_leaves_behind_is_ended(tmp_path: Path, options: str) -> None:
+    script = f"set {options}; sleep 60 & echo $! > {tmp_path}/grandchild; kill -9 $$"
     supervised = supervisor(tmp_path, shell("server", script))
     supervised.is_ready = True
     stop = asyncio.Event()
