@@ -8,6 +8,7 @@ from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -78,9 +79,10 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        what = f"{request.method} {request.url.path}"
-        message = f"{what}: {error.detail}; this server has /v1/chat/completions and /v1/models"
-        return error_response(RequestError(message, code="not_found", status=error.status_code))
+        has = ", ".join(dict.fromkeys(r.path for r in app.routes if isinstance(r, APIRoute)))
+        message = f"{request.method} {request.url.path}: {error.detail}; this server has {has}"
+        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        return error_response(RequestError(message, code=code, status=error.status_code))
 
     async def on_invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

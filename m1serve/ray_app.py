@@ -177,7 +177,7 @@ def _run_admin(app: FastAPI, listener: socket.socket) -> None:
 
 
 def _stop() -> None:
-    """Streams that are still open do not hold this up: what they sampled is in the journal."""
+    """Answers that are still open get a few seconds; what is cut then was not whole, nor kept."""
     stopping = threading.Thread(target=serve.shutdown, name="serve-shutdown", daemon=True)
     stopping.start()
     stopping.join(SHUTDOWN_WAIT_S)

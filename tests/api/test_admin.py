@@ -96,6 +96,13 @@ async def test_bad_bodies_are_refused(admin: httpx.AsyncClient, body: dict[str, 
     assert (await admin.post("/retrain", json=body)).status_code == 400
 
 
+async def test_an_unknown_route_names_the_admins_own(admin: httpx.AsyncClient) -> None:
+    error = (await admin.get("/nothing")).json()["error"]
+    assert error["code"] == "not_found"
+    assert "/admin/status" in error["message"]
+    assert "/v1/" not in error["message"]
+
+
 async def test_the_admin_key_is_needed(admin: httpx.AsyncClient) -> None:
     for route in ("/status", "/runs", "/weights", "/trajectories"):
         answer = await admin.get(route, headers={"authorization": "Bearer guest"})
