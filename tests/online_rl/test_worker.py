@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import redis
 
 from m1serve.chat.tokenizer import ChatTokenizer
-from m1serve.config import ModelSettings, ScoreSettings, Settings, TrainSettings
+from m1serve.config import ScoreSettings, Settings, TrainSettings
 from m1serve.envs import task_ids
 from m1serve.online_rl.tasks import CLOSE_IDLE, REAP, RETRAIN, make_celery, prepare_broker
 from m1serve.store import Store
@@ -34,10 +35,13 @@ raise SystemExit(run_worker(Settings(home=home, model=ModelSettings(path=model))
 
 
 @contextmanager
-def worker(home: Path, model_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
+def worker(
+    home: Path, model_dir: Path, *, broker_url: str | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    broker = {} if broker_url is None else {"M1SERVE_SCORE__BROKER_URL": broker_url}
     child = subprocess.Popen(
         [sys.executable, "-c", RUN, str(home), str(model_dir)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | broker,
         start_new_session=True,
         stderr=subprocess.PIPE,
     )
@@ -56,18 +60,28 @@ def wait_until(is_true: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.fixture
+def fill(tmp_path: Path, tok: ChatTokenizer, make_turn: MakeTurn) -> Iterator[Callable[..., Store]]:
+    """The store under `tmp_path` with finished sessions that wait for their scores."""
+    store = Store.open(Settings(home=tmp_path).database)
+
+    def filled(num: int) -> Store:
+        for i, task_id in enumerate(task_ids("train", "lookup", num)):
+            ids = [*tok.encode_text("not allowed"), tok.eos_id]
+            turn = make_turn([1, 2], ids, session_id=str(i), task_id=task_id)
+            ended = SessionEnded(session_id=str(i), tenant_id="t", at=9.0, reason="end")
+            records = enumerate((turn, ended), 1)
+            store.ledger.ingest([JournalEntry(writer=str(i), seq=s, record=r) for s, r in records])
+        return store
+
+    yield filled
+    store.close()
+
+
 def test_jobs_survive_a_killed_worker_and_sigterm_is_clean(
-    tmp_path: Path, tiny_dir: Path, tok: ChatTokenizer, make_turn: MakeTurn
+    tmp_path: Path, tiny_dir: Path, fill: Callable[..., Store]
 ) -> None:
-    settings = Settings(home=tmp_path, model=ModelSettings(path=tiny_dir))
-    store = Store.open(settings.database)
-    for i, task_id in enumerate(task_ids("train", "lookup", 40)):
-        ids = [*tok.encode_text("not allowed"), tok.eos_id]
-        turn = make_turn([1, 2], ids, session_id=str(i), task_id=task_id)
-        ended = SessionEnded(session_id=str(i), tenant_id="t", at=9.0, reason="end")
-        store.ledger.ingest(
-            [JournalEntry(writer=str(i), seq=s, record=r) for s, r in enumerate((turn, ended), 1)]
-        )
+    store = fill(40)
     with worker(tmp_path, tiny_dir) as first:
         wait_until(lambda: store.jobs.counts().get("done", 0) > 0)
         os.killpg(first.pid, signal.SIGKILL)
@@ -84,7 +98,32 @@ def test_jobs_survive_a_killed_worker_and_sigterm_is_clean(
     rewards = [store.rewards.list(t.trajectory_id) for t in store.ledger.list_trajectories()]
     assert all(len(r) <= 1 for r in rewards)
     assert sum(map(len, rewards)) == counts["done"]
-    store.close()
+
+
+@pytest.mark.services
+def test_jobs_travel_over_redis_and_none_is_lost_with_its_messages(
+    tmp_path: Path, tiny_dir: Path, fill: Callable[..., Store]
+) -> None:
+    url = os.environ.get("TEST_REDIS_URL")
+    if url is None:
+        pytest.skip("TEST_REDIS_URL names no Redis server")
+    store = fill(40)
+    with worker(tmp_path, tiny_dir, broker_url=url) as first:
+        wait_until(lambda: store.jobs.counts().get("done", 0) > 0)
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    assert not (tmp_path / "broker").exists()
+    with redis.Redis.from_url(url) as broker:
+        broker.flushdb()
+    with worker(tmp_path, tiny_dir, broker_url=url) as second:
+        wait_until(lambda: store.jobs.counts().get("queued", 0) == 0)
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(timeout=20) == 0
+    counts = store.jobs.counts()
+    assert counts["done"] >= 39
+    rewards = [store.rewards.list(t.trajectory_id) for t in store.ledger.list_trajectories()]
+    assert all(len(r) <= 1 for r in rewards)
+    assert sum(map(len, rewards)) == counts["done"]
 
 
 def test_messages_are_json_and_results_are_nowhere(tmp_path: Path) -> None:
