@@ -24,7 +24,7 @@ from m1serve.errors import ConfigError
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelSettings(_Section):
@@ -35,10 +35,10 @@ class ModelSettings(_Section):
     aliases: tuple[str, ...] = ()
     """Other names that `model` may carry in a request."""
     history: Literal["exact", "template"] = "exact"
-    temperature: float = 1.0
+    temperature: float = Field(default=1.0, ge=0)
     """When a request names none."""
-    top_p: float = 1.0
-    max_tokens: int = 1024
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_tokens: int = Field(default=1024, ge=1)
     """Answer and reasoning together, when a request names none."""
 
 
@@ -68,10 +68,10 @@ class ServeSettings(_Section):
     admin_key: str | None = None
     """sha256 hex of the admin key; None leaves the admin port open (loopback only)."""
     max_n: int = Field(default=64, ge=1)
-    keep_alive_s: float = 15.0
-    session_idle_s: float = 600.0
+    keep_alive_s: float = Field(default=15.0, gt=0)
+    session_idle_s: float = Field(default=600.0, ge=0)
     """A session without a request for this long is closed."""
-    poll_s: float = 0.2
+    poll_s: float = Field(default=0.2, gt=0)
     """How often a replica looks at its target version."""
     with_ray: bool = True
     """Ray Serve; off means uvicorn in one process."""
@@ -80,35 +80,35 @@ class ServeSettings(_Section):
 class ScoreSettings(_Section):
     broker_url: str | None = None
     """Celery broker, redis://...; None means the embedded file transport under `home`."""
-    timeout_s: float = 10.0
-    memory_bytes: int = 2 * 2**30
-    max_attempts: int = 3
-    reap_s: float = 0.5
+    timeout_s: float = Field(default=10.0, gt=0)
+    memory_bytes: int = Field(default=2 * 2**30, gt=0)
+    max_attempts: int = Field(default=3, ge=1)
+    reap_s: float = Field(default=0.5, gt=0)
     """How often beat looks for jobs that are due."""
     concurrency: int = Field(default=1, ge=1)
 
 
 class TrainSettings(_Section):
     algorithm: Literal["cispo"] = "cispo"
-    lr: float = 5e-5
+    lr: float = Field(default=5e-5, gt=0)
     weight_max: float = Field(default=5.0, gt=0)
     """Absolute cap of the CISPO weight; there is no lower bound."""
     minibatches: int = Field(default=8, ge=1)
     """Optimizer steps over one batch of groups."""
     microbatch_rows: int = Field(default=32, ge=1)
-    grad_clip: float = 1.0
+    grad_clip: float = Field(default=1.0, gt=0)
     min_groups: int = Field(default=2, ge=1)
     """Fewer eligible groups with a signal and the run is skipped."""
     max_groups: int = Field(default=64, ge=1)
     max_age_versions: int = Field(default=4, ge=0)
-    every_s: float | None = None
+    every_s: float | None = Field(default=None, gt=0)
     """Period of automatic retraining; None means only on request."""
     lease_s: float = Field(default=15.0, gt=0)
     """A run whose trainer gave no sign of life for this long is taken over by the next one."""
     after_rejection: Literal["release", "burn"] = "burn"
     """What becomes of a rejected run's trajectories."""
     serving_dtype: Literal["float32", "bfloat16"] = "float32"
-    parity_mean_max: float = 2e-3
+    parity_mean_max: float = Field(default=2e-3, gt=0)
     """Mean |trainer - sampler| logprob above which nothing is trained."""
     seed: int = 0
     num_threads: int = Field(default=2, ge=1)
@@ -119,12 +119,12 @@ class TrainSettings(_Section):
 class GateSettings(_Section):
     tasks_per_family: int = Field(default=24, ge=1)
     """At the first look; a family that seems worse is played on twice as many more."""
-    max_drop: float = 0.05
+    max_drop: float = Field(default=0.05, ge=0)
     """Overall success may fall by at most this much, beyond its noise."""
-    family_z: float = 3.0
+    family_z: float = Field(default=3.0, gt=0)
     """A family fails when it is worse by more than this many standard errors, after a second look:
     with eight families one of 2 would be met by luck every few runs."""
-    min_format_rate: float = 0.8
+    min_format_rate: float = Field(default=0.8, ge=0, le=1)
     """Relative to the parent's."""
     max_kl: float = 0.5
     """Mean per-token KL estimate to the parent on the gate's own samples."""

@@ -23,6 +23,7 @@ from m1serve.errors import FencedError, StoreError
 from m1serve.online_rl.cycle import run_cycle
 from m1serve.online_rl.examiner import Examiner
 from m1serve.online_rl.scorers.sandbox import Sandbox
+from m1serve.online_rl.suite import first_look
 from m1serve.online_rl.workshop import Workshop
 from m1serve.store import Store
 from m1serve.store.run_views import RunLease
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 def run_trainer(settings: Settings, stop: threading.Event) -> None:
     """Blocks until `stop` is set; a run in progress is then left for the next trainer to resume."""
     tok = ChatTokenizer.load(settings.model_dir)
+    # families that do not exist are refused now, not after an hour of training
+    first_look(settings.gate)
     owner = f"{socket.gethostname()}:{os.getpid()}"
     score = settings.score
     store = Store.open(settings.database)

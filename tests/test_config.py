@@ -78,6 +78,36 @@ def test_a_key_that_is_no_digest_is_refused_and_not_repeated(serve: dict[str, ob
     assert "my secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("model", "temperature", -0.1),
+        ("model", "top_p", 1.5),
+        ("model", "max_tokens", 0),
+        ("serve", "poll_s", 0),
+        ("serve", "session_idle_s", -1),
+        ("score", "timeout_s", 0),
+        ("score", "memory_bytes", 0),
+        ("score", "max_attempts", 0),
+        ("score", "reap_s", 0),
+        ("train", "lr", 0),
+        ("train", "lr", float("nan")),
+        ("train", "weight_max", float("inf")),
+        ("train", "grad_clip", 0),
+        ("train", "every_s", 0),
+        ("train", "parity_mean_max", -1),
+        ("gate", "max_drop", -0.1),
+        ("gate", "family_z", 0),
+        ("gate", "min_format_rate", 2),
+    ],
+)
+def test_a_number_that_cannot_work_is_refused_at_the_start(
+    section: str, key: str, value: float
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}"):
+        load_settings(**{section: {key: value}})
+
+
 def test_a_missing_settings_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no settings file"):
         load_settings(tmp_path / "absent.toml")

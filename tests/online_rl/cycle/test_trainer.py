@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from m1serve.config import ModelSettings, TrainSettings
+from m1serve.config import GateSettings, ModelSettings, Settings, TrainSettings
 from m1serve.errors import ConfigError, StoreError
 from m1serve.online_rl.trainer import run_trainer
 from m1serve.online_rl.workshop import with_overrides
@@ -52,6 +52,12 @@ def test_overrides_are_checked(bench: Bench) -> None:
     assert run is not None
     assert run.state == "failed"
     assert "learning_rate" in run.reason
+
+
+def test_a_gate_without_such_tasks_is_refused_before_any_run(tiny_dir: Path) -> None:
+    settings = Settings(model=ModelSettings(path=tiny_dir), gate=GateSettings(families=("chess",)))
+    with pytest.raises(ConfigError, match="chess"):
+        run_trainer(settings, threading.Event())
 
 
 def test_no_run_is_no_work(bench: Bench) -> None:
