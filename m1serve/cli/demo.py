@@ -35,9 +35,7 @@ def demo(
         bool, typer.Option("--small", help="Reduced: proves the mechanism, not the gain.")
     ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the product running.")] = False,
-    cycles: Annotated[
-        int | None, typer.Option("--cycles", help="Instead of 10 (small: 2).")
-    ] = None,
+    cycles: Annotated[int | None, typer.Option("--cycles", help="Instead of 9 (small: 2).")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Other tasks.", min=0, max=900)] = 0,
     config: options.ConfigFile = None,
     overrides: options.Overrides = None,

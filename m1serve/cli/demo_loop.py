@@ -27,6 +27,8 @@ SCORE_TIMEOUT_S = 120.0
 RUN_TIMEOUT_S = 300.0
 SWAP_TIMEOUT_S = 60.0
 VISIT_EVERY_S = 0.5
+TRAINING: Mapping[str, object] = {"lr": 1e-4}
+"""Twice the default: nano bears it, and nine cycles are all there is time for."""
 POISON: Mapping[str, object] = {"negate_advantages": True, "lr": 1e-3, "minibatches": 64}
 """One group a step: the parent's momentum carries the first steps the right way."""
 

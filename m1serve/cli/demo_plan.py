@@ -21,7 +21,7 @@ class DemoSize:
 
 
 FULL = DemoSize(
-    num_cycles=10, groups_per_family=3, poisoned_groups_per_family=4, eval_tasks_per_family=60
+    num_cycles=9, groups_per_family=3, poisoned_groups_per_family=4, eval_tasks_per_family=60
 )
 SMALL = DemoSize(
     num_cycles=2, groups_per_family=2, poisoned_groups_per_family=3, eval_tasks_per_family=6

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from m1serve.cli import options
-from m1serve.cli.demo_loop import POISON, DemoLoop
+from m1serve.cli.demo_loop import POISON, TRAINING, DemoLoop
 from m1serve.cli.demo_plan import DemoSize
 from m1serve.cli.demo_product import Product
 from m1serve.cli.demo_report import Cycle, Evaluation, Report
@@ -83,7 +83,7 @@ async def _measure(loop: DemoLoop, agent: Agent, size: DemoSize) -> _Measured:
     try:
         before, played_before = await loop.evaluate("before")
         groups = size.groups_per_family
-        cycles = [await loop.cycle(number, groups, {}) for number in range(size.num_cycles)]
+        cycles = [await loop.cycle(number, groups, TRAINING) for number in range(size.num_cycles)]
         poisoned = await loop.cycle(size.num_cycles, size.poisoned_groups_per_family, POISON)
         after, played_after = await loop.evaluate("after")
     finally:
