@@ -237,6 +237,20 @@ def test_a_step_raises_what_was_rewarded_and_resumes_bit_for_bit(
         assert torch.equal(dict(other.model.named_parameters())[name], parameter), name
 
 
+def test_gradients_far_below_the_usual_epsilon_still_take_a_whole_step(
+    model: M1ForCausalLM, sample: Sampler
+) -> None:
+    """M1 saw 1e-18 to 1e-5; AdamW's default epsilon of 1e-8 would stand still."""
+    prompt = [t % 97 for t in SYSTEM]
+    ids, logprobs = sample(model, prompt, 6, seed=0)
+    rows = [Row(sample=make_sample(prompt, ids, logprobs=logprobs), norm=1e-11)]
+    before = model.lm_head.weight.detach().clone()
+    step = Learner(model, TrainSettings(lr=1e-3)).train_minibatch(rows)
+    assert step.grad_max < 1e-9
+    moved = (model.lm_head.weight - before).abs()
+    assert moved.max().item() == pytest.approx(1e-3, rel=1e-2)
+
+
 def test_negated_advantages_push_the_other_way(model: M1ForCausalLM, sample: Sampler) -> None:
     prompt = [t % 97 for t in SYSTEM]
     ids, logprobs = sample(model, prompt, 6, seed=0)
