@@ -55,6 +55,9 @@ class EngineSettings(_Section):
     """Requests queued before new ones are refused with 503."""
     num_threads: int = Field(default=1, ge=1)
     """Torch threads of a serving process; spinning threads cost 10x when cores are shared."""
+    max_held_versions: int = Field(default=2, ge=2)
+    """Weights in memory at once, each with a cache of its own; a further version waits until the
+    requests of the oldest have finished."""
     script: Path | None = None
     """Replies of the scripted engine, JSON lines."""
 
@@ -86,6 +89,9 @@ class ScoreSettings(_Section):
     reap_s: float = Field(default=0.5, gt=0)
     """How often beat looks for jobs that are due."""
     concurrency: int = Field(default=1, ge=1)
+    feedback_wait_s: float = Field(default=3600.0, gt=0)
+    """A trajectory without a task waits for feedback this long after its session, and its group
+    with it; then the others of the group are trained without it."""
 
 
 class TrainSettings(_Section):

@@ -208,6 +208,8 @@ class SwapReport:
     parity_mean: float | None = None
     """Mean |logprob - golden logprob| over the manifest's golden sequences."""
     parity_max: float | None = None
+    is_deferred: bool = False
+    """Not accepted and nothing is wrong with it: no room to hold it yet, load it again later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

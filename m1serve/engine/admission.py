@@ -1,9 +1,9 @@
-"""What an engine refuses at the door: pure checks of a request against its capabilities."""
+"""What an engine refuses at the door: pure checks of requests and swaps against its limits."""
 
 from __future__ import annotations
 
 from m1serve.errors import RequestError
-from m1serve.types import Capabilities, GenerateRequest
+from m1serve.types import Capabilities, GenerateRequest, SwapReport, VersionRef
 
 
 def check_request(request: GenerateRequest, can: Capabilities) -> None:
@@ -36,6 +36,22 @@ def unknown_pin(pin: str, held: tuple[str, ...]) -> RequestError:
         "drop the pin or load that version first",
         param="weights_pin",
         code="unknown_weights_version",
+    )
+
+
+def deferral(version: VersionRef, held: tuple[str, ...], max_held: int) -> SwapReport | None:
+    """The report of a load for which there is no room yet; `held` ends with what serves."""
+    if version.weights_version in held or len(held) < max_held:
+        return None
+    return SwapReport(
+        weights_version=held[-1],
+        is_accepted=False,
+        is_deferred=True,
+        reason=(
+            f"{len(held)} versions are held ({', '.join(held)}) and no more than {max_held} may be "
+            "(engine.max_held_versions): try again when the requests of the oldest have finished"
+        ),
+        phases_ms={},
     )
 
 

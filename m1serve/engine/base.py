@@ -50,7 +50,9 @@ class Engine(Protocol):
         """Stages, verifies (checksums, golden logprobs) and switches.
 
         Refusal leaves the old version serving. Running requests finish on the weights they began
-        with unless their `in_flight` says otherwise.
+        with unless their `in_flight` says otherwise, and those weights are held until then. While
+        settings.engine.max_held_versions are held, a further one is not even read: its report
+        `is_deferred`, and the same load works once the oldest has drained.
         """
         ...
 

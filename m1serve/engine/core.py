@@ -80,12 +80,23 @@ class EngineCore:
         generation = self._open.get(request_id)
         if generation is not None:
             self._end(generation, ABORTED)
+            # nothing may be left to step for
+            self._drop_drained()
             self.outbox.flush()
 
     def switch(self, model: M1ForCausalLM, weights_version: str) -> None:
         """What starts later gets this version; running requests do as their `in_flight` says."""
         held = self._versions.get(weights_version)
-        fresh = held or self._new_batch(model, weights_version)
+        self._make_current(held or self._new_batch(model, weights_version))
+
+    def switch_back(self, weights_version: str) -> bool:
+        """To a version that is still held; False when it has drained."""
+        held = self._versions.get(weights_version)
+        if held is not None:
+            self._make_current(held)
+        return held is not None
+
+    def _make_current(self, fresh: VersionBatch) -> None:
         for batch in (batch for batch in self._versions if batch is not fresh):
             for sequence in (*batch.rows.decoding, *batch.rows.reading):
                 if sequence.generation.follows_weights:

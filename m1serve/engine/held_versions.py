@@ -1,4 +1,8 @@
-"""HeldVersions: the weights versions in memory. The last one takes what starts; others run out."""
+"""HeldVersions: the weights versions in memory. The last one takes what starts; others run out.
+
+Each is a model and a pool, so LocalEngine loads no further one while engine.max_held_versions are
+here; going back to one that is held still costs nothing.
+"""
 
 from __future__ import annotations
 

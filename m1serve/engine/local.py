@@ -17,7 +17,7 @@ import torch
 
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings
-from m1serve.engine.admission import check_request, check_score
+from m1serve.engine.admission import check_request, check_score, deferral
 from m1serve.engine.core import EngineCore
 from m1serve.engine.generation import Generation
 from m1serve.engine.generation import Sequence as Choice
@@ -144,13 +144,14 @@ class LocalEngine:
     async def load(self, version: VersionRef) -> SwapReport:
         async with self._loading:
             if version.weights_version == self.weights_version:
-                return SwapReport(
-                    weights_version=version.weights_version,
-                    is_accepted=True,
-                    reason="",
-                    phases_ms={},
-                )
+                return _held_already(version, {})
             try:
+                begin = time.perf_counter()
+                if await self._switch_back(version):
+                    return _held_already(version, {"switch": (time.perf_counter() - begin) * 1e3})
+                held, most = self._core.stats.versions, self._settings.max_held_versions
+                if (deferred := deferral(version, held, most)) is not None:
+                    return deferred
                 staged = await asyncio.to_thread(
                     stage,
                     version,
@@ -166,6 +167,13 @@ class LocalEngine:
             except (WeightsError, OSError, RuntimeError) as error:
                 return swap_refused(error, serving=self.weights_version)
             return staged.accepted(switch_ms=(time.perf_counter() - begin) * 1e3)
+
+    async def _switch_back(self, version: VersionRef) -> bool:
+        """To weights that running requests still hold: staging them again would hold them twice."""
+        name = version.weights_version
+        if name not in self._core.stats.versions:
+            return False
+        return await asyncio.wrap_future(self._thread.call(partial(self._core.switch_back, name)))
 
     def stats(self) -> EngineStats:
         """Raises EngineError when the step thread died: nothing will ever run here again."""
@@ -233,3 +241,9 @@ class LocalEngine:
             raise item
         assert isinstance(item, Started), f"the first item was {type(item).__name__}"
         return item
+
+
+def _held_already(version: VersionRef, phases_ms: dict[str, float]) -> SwapReport:
+    return SwapReport(
+        weights_version=version.weights_version, is_accepted=True, reason="", phases_ms=phases_ms
+    )

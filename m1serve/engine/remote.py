@@ -100,7 +100,7 @@ class RemoteEngine:
         return scored
 
     async def load(self, version: VersionRef) -> SwapReport:
-        """On every replica; the report of one that refused, if any did."""
+        """On every replica; the report of one that refused or has no room yet, if any did."""
         try:
             answers = await self._handle.broadcast("load", version).results_async()
         except RAY_ERRORS as error:
@@ -109,7 +109,7 @@ class RemoteEngine:
         if not reports:
             raise EngineError("no engine replica is running; wait for one and load again")
         await self.refresh()
-        return min(reports, key=lambda report: report.is_accepted)
+        return min(reports, key=lambda report: (report.is_accepted, report.is_deferred))
 
     def stats(self) -> EngineStats:
         """Of one replica, as of the last refresh."""

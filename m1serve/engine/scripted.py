@@ -15,7 +15,7 @@ from pathlib import Path
 
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings
-from m1serve.engine.admission import check_request, check_score, unknown_pin
+from m1serve.engine.admission import check_request, check_score, deferral, unknown_pin
 from m1serve.engine.line import Line
 from m1serve.engine.script import Replies, ScriptedReply, made_up_logprob, replies_from_file
 from m1serve.engine.stopping import Stop
@@ -108,6 +108,9 @@ class ScriptedEngine:
 
     async def load(self, version: VersionRef) -> SwapReport:
         """Accepts any version whose directory exists; there are no weights to verify."""
+        deferred = deferral(version, self._held, self._settings.max_held_versions)
+        if deferred is not None:
+            return deferred
         if not await asyncio.to_thread(Path(version.path).is_dir):
             return SwapReport(
                 weights_version=self._weights_version,

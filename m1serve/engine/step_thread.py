@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ from m1serve.engine.core import EngineCore
 from m1serve.errors import EngineError
 
 Command = Callable[[], None]
+T = TypeVar("T")
 
 
 class StepThread:
@@ -39,17 +41,17 @@ class StepThread:
             self._wake.notify()
         return True
 
-    def call(self, command: Command) -> Future[None]:
-        """As `post`; the future tells when it is done or what it raised."""
-        future: Future[None] = Future()
+    def call(self, command: Callable[[], T]) -> Future[T]:
+        """As `post`; the future has what it returned or raised."""
+        future: Future[T] = Future()
 
         def run() -> None:
             try:
-                command()
+                result = command()
             except STEP_ERRORS as error:
                 future.set_exception(error)
             else:
-                future.set_result(None)
+                future.set_result(result)
 
         if not self.post(run):
             future.set_exception(EngineError("the engine is closed"))

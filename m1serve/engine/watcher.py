@@ -27,7 +27,9 @@ class TargetStore(Protocol):
 
 
 class VersionWatcher:
-    """A version that was refused is not tried again until the target has changed."""
+    """A version that was refused is not tried again until the target has changed; one that the
+    engine has no room for yet is, at every look, and nothing is reported until it has.
+    """
 
     def __init__(
         self,
@@ -44,6 +46,8 @@ class VersionWatcher:
         self._poll_s = poll_s
         self._settled: str | None = None
         """The target that was last loaded or refused."""
+        self._deferred: str | None = None
+        """The target that waits for room, once the log has it."""
         self._unreported: tuple[str, SwapReport] | None = None
         self._is_store_away = False
 
@@ -71,6 +75,17 @@ class VersionWatcher:
 
     async def _settle(self, target: VersionRef) -> None:
         report = await self._engine.load(target)
+        if report.is_deferred:
+            if self._deferred != target.weights_version:
+                logger.warning(
+                    "%s waits to be served by %s: %s",
+                    target.weights_version,
+                    self._replica,
+                    report.reason,
+                )
+            self._deferred = target.weights_version
+            return
+        self._deferred = None
         logger.info(
             "replica=%s weights_version=%s accepted=%s reason=%s phases_ms=%s",
             self._replica,

@@ -263,6 +263,26 @@ async def test_a_refused_load_leaves_the_old_version_serving(
     assert (await rig.say()).ids() == before.ids()
 
 
+async def test_a_third_version_waits_until_the_oldest_has_drained(
+    start: StartRig, versions: tuple[VersionRef, VersionRef], tmp_path: Path
+) -> None:
+    rig = await start(max_model_len=2048)
+    items = rig.open(rig.request(max_tokens=ENDLESS))
+    await first(items)
+    await rig.engine.load(versions[1])
+    third = VersionRef(weights_version="tiny@2", path=str(tmp_path / "absent"))
+    report = await rig.engine.load(third)
+    assert (report.is_accepted, report.is_deferred) == (False, True)
+    assert report.weights_version == "tiny@1"
+    assert "2 versions are held (tiny@0, tiny@1)" in report.reason
+    assert "try again" in report.reason
+    await items.aclose()
+    await until(rig, lambda stats: stats.versions == ("tiny@1",))
+    report = await rig.engine.load(third)
+    assert (report.is_accepted, report.is_deferred) == (False, False)
+    assert (await rig.engine.load(versions[0])).is_accepted
+
+
 async def test_a_held_version_can_be_pinned_and_no_other(
     start: StartRig, versions: tuple[VersionRef, VersionRef]
 ) -> None:

@@ -412,6 +412,20 @@ async def test_serving_goes_on_while_a_version_is_staged(
     assert report.parity_mean < 1e-5
 
 
+async def test_going_back_to_a_version_that_is_held_reads_nothing(
+    local: StartRig, versions: Versions, tmp_path: Path
+) -> None:
+    rig = await local(max_model_len=512)
+    running = asyncio.create_task(rig.say(max_tokens=200))
+    await asyncio.sleep(0.02)
+    await rig.engine.load(versions[1])
+    moved = VersionRef(weights_version="tiny@0", path=str(tmp_path / "absent"))
+    report = await rig.engine.load(moved)
+    assert (report.is_accepted, set(report.phases_ms)) == (True, {"switch"})
+    assert rig.engine.weights_version == "tiny@0"
+    await running
+
+
 async def test_rolling_back_and_forth_keeps_every_request_on_its_version(
     local: StartRig, versions: Versions
 ) -> None:

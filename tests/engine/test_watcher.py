@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -14,7 +16,15 @@ from m1serve.engine.script import ScriptedReply
 from m1serve.engine.scripted import ScriptedEngine
 from m1serve.engine.watcher import VersionWatcher
 from m1serve.errors import StoreError
-from m1serve.types import Slot, SwapReport, VersionRef
+from m1serve.types import (
+    Delta,
+    GenerateRequest,
+    Limits,
+    Slot,
+    Started,
+    SwapReport,
+    VersionRef,
+)
 
 
 @dataclass
@@ -122,6 +132,33 @@ async def test_a_report_is_made_up_for_when_the_store_is_back(
     board.is_read_only = False
     await watcher.look()
     assert board.reports == [("a", Slot.STABLE, "m@1", True)]
+
+
+async def test_a_version_without_room_is_loaded_when_the_oldest_has_drained(
+    tok: ChatTokenizer, board: Board, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ScriptedEngine(
+        lambda request: ScriptedReply(text="hi", delay_s=60), tokenizer=tok, weights_version="m@0"
+    )
+    watcher = VersionWatcher(engine, board, model_id="m", replica="a")
+    old = cast(
+        AsyncGenerator[Started | Delta, None],
+        engine.generate(GenerateRequest(id="r", prompt_ids=(1,), limits=Limits(max_tokens=9))),
+    )
+    await anext(old)
+    board.wanted = version(1, tmp_path)
+    await watcher.look()
+    board.wanted = version(2, tmp_path)
+    for _ in range(3):
+        await watcher.look()
+    assert engine.weights_version == "m@1"
+    assert [number for _, _, number, _ in board.reports] == ["m@1"]
+    [said] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert said.startswith("m@2 waits to be served by a: 2 versions are held (m@0, m@1)")
+    await old.aclose()
+    await watcher.look()
+    assert engine.weights_version == "m@2"
+    assert board.reports[1:] == [("a", Slot.STABLE, "m@2", True)]
 
 
 async def test_it_runs_until_cancelled(
