@@ -40,6 +40,7 @@ class Forgetful:
 
     dropped = 0
     num_queued = 0
+    is_alive = True
 
     def append(self, record: object, /) -> None:
         del record

@@ -7,7 +7,7 @@ M1ServeError
 ├── EngineError (RuntimeError)      the engine could not do it
 │   └── EngineAwayError             nothing was sampled: a 503 with Retry-After
 ├── WeightsError (ValueError)       corrupt, truncated or of another architecture
-├── StoreError (RuntimeError)       database or journal
+├── StoreError (RuntimeError)       database or journal; a 503
 │   └── FencedError                 the lease is somebody else's by now: stop, write nothing
 └── RewardError (RuntimeError)      a reward that could not be computed
 

@@ -4,7 +4,8 @@ back.
 `append` only queues. One thread encodes and writes, after which a killed process has lost nothing;
 another syncs, after which a power failure costs nothing either. When the disk refuses, records are
 dropped and counted, serving goes on, and the sessions that lost a turn are marked as soon as
-writing works again.
+writing works again. When a thread ends by an error nobody foresaw, the journal is dead: it takes no
+record any more and says so.
 """
 
 from __future__ import annotations
@@ -69,14 +70,24 @@ class JournalWriter:
         self._segment: SegmentFile | None = None
         self._lost: set[tuple[str, str]] = set()
         self._drop_lock = threading.Lock()
-        self._is_closed = False
+        self._is_closed = self._has_died = False
         self._num_dropped = 0
         self._threads = [
-            threading.Thread(target=work, name=f"m1serve-journal-{name}", daemon=True)
-            for name, work in (("write", self._write_all), ("sync", self._sync_all))
+            threading.Thread(
+                target=self._run, args=work, name=f"m1serve-journal-{name}", daemon=True
+            )
+            for name, work in {
+                "write": (self._write_all, partial(self._later.put, None)),
+                "sync": (self._sync_all, partial(self._queue.put, None)),
+            }.items()
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """What is appended now will be kept, as far as the disk allows."""
+        return not (self._is_closed or self._has_died)
 
     @property
     def dropped(self) -> int:
@@ -88,9 +99,14 @@ class JournalWriter:
         return self._queue.qsize()
 
     def append(self, record: JournalRecord) -> JournalEntry:
-        """Returns at once. Never raises for want of space."""
+        """Returns at once. Never raises for want of space; StoreError when the journal is dead."""
         if self._is_closed:
             raise StoreError(f"journal {self._directory} is closed; append before close()")
+        if self._has_died:
+            raise self._death()
+        return self._enqueue(record)
+
+    def _enqueue(self, record: JournalRecord) -> JournalEntry:
         with self._seq_lock:
             entry = JournalEntry(writer=self.writer, seq=self._next_seq, record=record)
             self._next_seq += 1
@@ -103,12 +119,15 @@ class JournalWriter:
 
     def when_written(self, callback: Callable[[], None]) -> None:
         """Calls back, from another thread, once everything appended before is in the file: a killed
-        process does not lose it any more. What was dropped counts as written.
+        process does not lose it any more. What was dropped counts as written. A journal that dies
+        may never call.
         """
         self._queue.put(callback)
 
     def flush(self, timeout_s: float = 30.0) -> None:
         """Returns when everything appended before is on disk (or counted as dropped)."""
+        if self._has_died:
+            raise self._death()
         done = threading.Event()
         self._queue.put(partial(self._later.put, done.set))
         if not done.wait(timeout_s):
@@ -133,6 +152,25 @@ class JournalWriter:
             )
         os.close(self._lock_fd)
 
+    def _run(self, work: Callable[[], None], end_other: Callable[[], None]) -> None:
+        is_done = False
+        try:
+            work()
+            is_done = True
+        finally:
+            # the error itself goes to threading.excepthook
+            if not is_done:
+                self._has_died = True
+                _log.critical("%s", self._death())
+            # which finishes what it has
+            end_other()
+
+    def _death(self) -> StoreError:
+        return StoreError(
+            f"journal {self._directory} is dead: an error that the log has ended a thread of it, "
+            "and no record is kept any more; restart the server"
+        )
+
     def _write_all(self) -> None:
         is_open = True
         while is_open:
@@ -146,7 +184,6 @@ class JournalWriter:
                     # its event loop was closed meanwhile; the journal goes on
                     _log.warning("journal %s: nobody waits any more: %s", self.writer, error)
         self._leave_segment()
-        self._later.put(None)
 
     def _sync_all(self) -> None:
         while (work := self._later.get()) is not None:
@@ -232,7 +269,7 @@ class JournalWriter:
         with self._drop_lock:
             lost, self._lost = self._lost, set()
         for tenant_id, session_id in sorted(lost):
-            self.append(
+            self._enqueue(
                 SessionEnded(
                     session_id=session_id, tenant_id=tenant_id, at=time.time(), reason=REASON_LOST
                 )

@@ -59,4 +59,8 @@ class SegmentFile:
             _log.error("journal segment %s keeps a torn tail: %s", self._path, error)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """What is in it was synced before, or counted as dropped."""
+        try:
+            os.close(self._fd)
+        except OSError as error:
+            _log.warning("journal segment %s not closed cleanly: %s", self._path, error)

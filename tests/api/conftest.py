@@ -18,7 +18,7 @@ from m1serve.api import create_app
 from m1serve.chat.byte_tokenizer import byte_tokenizer
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import Settings
-from m1serve.errors import RequestError
+from m1serve.errors import RequestError, StoreError
 from m1serve.store.records import JournalRecord, TurnRecord, TurnsDelivered
 from m1serve.types import (
     Capabilities,
@@ -162,9 +162,12 @@ class Kept(list[JournalRecord]):
 
     dropped = 0
     num_queued = 0
+    is_alive = True
 
     def append(self, record: JournalRecord) -> None:
         """Turns of a delivery are marked, as the ledger does."""
+        if not self.is_alive:
+            raise StoreError("the journal is dead")
         if isinstance(record, TurnsDelivered):
             self[:] = [
                 replace(r, was_delivered=True)

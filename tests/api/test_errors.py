@@ -199,6 +199,46 @@ async def test_a_replica_that_is_away_is_a_503_to_retry(world: Any) -> None:
     assert "x-should-retry" not in answer.headers
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_dead_journal_serves_only_what_is_not_recorded(world: Any, is_stream: bool) -> None:
+    world.journal.is_alive = False
+    body = {"model": "fake", "messages": HI, "stream": is_stream}
+    answer = await post(world, body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_error")
+    assert "restart the server" in answer.json()["error"]["message"]
+    assert answer.headers["x-should-retry"] == "false"
+    assert world.engine.requests == []
+    async with httpx.AsyncClient(verify=False) as http:
+        off = {"x-m1-mode": "off"}
+        url = f"{world.url}/v1/chat/completions"
+        assert (await http.post(url, json=body, headers=off)).status_code == 200
+        assert (await http.post(f"{world.url}/v1/sessions/s/end")).status_code == 503
+        health = await http.get(f"{world.url}/health")
+    assert (health.status_code, health.json()["status"]) == (503, "dead")
+
+
+async def test_an_answer_whose_turn_died_with_the_journal_is_not_given(world: Any) -> None:
+    def die(_: Any) -> None:
+        world.journal.is_alive = False
+
+    world.journal.when_written = die
+    answer = await post(world, {"model": "fake", "messages": HI})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_error")
+
+
+async def test_a_stream_says_that_the_journal_died_under_it(world: Any, eventually: Any) -> None:
+    world.engine.delay_s, world.engine.replies = 0.05, ["Hello there"]
+    body = {"model": "fake", "messages": HI, "stream": True}
+    asking = asyncio.create_task(post(world, body))
+    await eventually(lambda: world.engine.sent)
+    world.journal.is_alive = False
+    answer = await asking
+    assert answer.status_code == 200
+    last = json.loads(answer.text.strip().rpartition("data: ")[2])
+    assert last["error"]["code"] == "store_error"
+    assert '"finish_reason":"stop"' not in answer.text.replace(" ", "")
+
+
 async def test_what_nobody_foresaw_is_a_500_with_its_id(world: Any) -> None:
     world.journal.append = None
     async with httpx.AsyncClient(verify=False) as http:

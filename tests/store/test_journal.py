@@ -19,6 +19,7 @@ from m1serve.errors import StoreError
 from m1serve.store.codec import decode_record, encode_record
 from m1serve.store.journal import REASON_LOST, Cursor, JournalReader, JournalWriter
 from m1serve.store.records import FeedbackGiven, JournalEntry, TurnsDelivered
+from m1serve.store.segment_file import SegmentFile
 from m1serve.store.segments import segments_of
 from m1serve.types import Sampling, VersionSpan
 
@@ -317,6 +318,48 @@ def test_a_closed_journal_refuses_records(journal: Path, recorder: Any) -> None:
         pass
     with pytest.raises(StoreError, match="closed"):
         writer.append(recorder.turn((1,), (2,)))
+
+
+def kill_writing(writer: JournalWriter) -> None:
+    writer.when_written(lambda: {}[0])
+
+
+def kill_syncing(writer: JournalWriter) -> None:
+    writer._later.put(lambda: {}[0])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kill", [kill_writing, kill_syncing])
+def test_a_journal_whose_thread_died_takes_nothing_and_keeps_what_it_had(
+    journal: Path, recorder: Any, kill: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    turn = recorder.turn((1,), (2,))
+    with writing(journal) as writer:
+        assert writer.is_alive
+        writer.append(turn)
+        kill(writer)
+        for thread in writer._threads:
+            thread.join(5)
+        assert not writer.is_alive
+        for use in (lambda: writer.append(turn), writer.flush):
+            with pytest.raises(StoreError, match=r"is dead.*restart the server"):
+                use()
+    assert [r.levelname for r in caplog.records] == ["CRITICAL"]
+    assert [entry.record for entry in read_all(journal)] == [turn]
+    reader, cursors = JournalReader(journal), {}
+    list(reader.read_new(cursors))
+    assert reader.spent(writer.writer, cursors[writer.writer]) == [journal / writer.writer]
+
+
+def test_a_segment_that_does_not_close_kills_no_journal(journal: Path, recorder: Any) -> None:
+    with writing(journal, segment_bytes=1) as writer:
+        writer.append(recorder.turn((1,), (2,)))
+        writer.flush()
+        writer._later.put(SegmentFile(journal, -1, os.write).close)
+        writer.append(recorder.turn((1,), (2,)))
+        writer.flush()
+        assert writer.is_alive
+        assert len(read_all(journal)) == 2
 
 
 def test_a_journal_that_cannot_be_started_says_where(tmp_path: Path) -> None:
