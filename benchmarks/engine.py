@@ -16,15 +16,15 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from m1serve.chat.tokenizer import ChatTokenizer
-from m1serve.config import EngineSettings
+from m1serve.config import EngineSettings, Settings
 from m1serve.engine.local import LocalEngine
 from m1serve.engine.staging import Staged
-from m1serve.model.config import M1Config
+from m1serve.model.checkpoint import read_config
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.model.state import SequenceState
 from m1serve.model.tiny import random_model, tiny_tokenizer
@@ -34,37 +34,11 @@ VOCAB_SIZE = 896
 PROMPT = tuple(range(100, 150))
 
 
-def nano_config(vocab_size: int) -> M1Config:
-    return M1Config(
-        vocab_size=vocab_size,
-        hidden_size=192,
-        num_hidden_layers=8,
-        attn_type_list=(0, 0, 0, 0, 0, 0, 0, 1),
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        rotary_dim=16,
-        rope_theta=10_000.0,
-        intermediate_size=256,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=4096,
-        layernorm_full_attention_alpha=2.0,
-        layernorm_full_attention_beta=1.0,
-        layernorm_linear_attention_alpha=2.0,
-        layernorm_linear_attention_beta=1.0,
-        layernorm_mlp_alpha=2.0,
-        layernorm_mlp_beta=1.0,
-        postnorm=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-
-
 def talkative_model(vocab_size: int, eos_id: int) -> M1ForCausalLM:
     """Never samples its end of sentence: that logit is 0, the others are spread widely."""
-    model = random_model(nano_config(vocab_size)).requires_grad_(False)
+    model = random_model(
+        replace(read_config(Settings().model_dir), vocab_size=vocab_size)
+    ).requires_grad_(False)
     model.lm_head.weight.mul_(6)
     model.lm_head.weight[eos_id] = 0
     return model

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 import torch
 
-from m1serve.config import TrainSettings
-from m1serve.model.config import M1Config
+from m1serve.config import Settings, TrainSettings
+from m1serve.model.checkpoint import read_config
 from m1serve.model.tiny import random_model
 from m1serve.online_rl.cispo import cispo_loss
 from m1serve.online_rl.forward import token_streams, trained_logprobs
@@ -30,34 +30,6 @@ from m1serve.online_rl.packing import Microbatch, Row, pack_microbatches, split_
 from m1serve.online_rl.samples import Group, Sample
 
 PREFIX, HEARD, SAID, GROUP_SIZE = 290, 70, 60, 8
-
-
-def nano_config() -> M1Config:
-    return M1Config(
-        vocab_size=896,
-        hidden_size=192,
-        num_hidden_layers=8,
-        attn_type_list=(0, 0, 0, 0, 0, 0, 0, 1),
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        rotary_dim=16,
-        rope_theta=10_000.0,
-        intermediate_size=256,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=4096,
-        layernorm_full_attention_alpha=2.0,
-        layernorm_full_attention_beta=1.0,
-        layernorm_linear_attention_alpha=2.0,
-        layernorm_linear_attention_beta=1.0,
-        layernorm_mlp_alpha=2.0,
-        layernorm_mlp_beta=1.0,
-        postnorm=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
 
 
 def make_groups(num: int, num_desks: int) -> list[Group]:
@@ -111,7 +83,9 @@ def plain_step(learner: Learner, rows: Sequence[Row]) -> int:
 
 def measure(num_groups: int, num_desks: int, minibatches: int) -> dict[str, float]:
     groups = make_groups(num_groups, num_desks)
-    learner = Learner(random_model(nano_config()), TrainSettings(minibatches=minibatches))
+    learner = Learner(
+        random_model(read_config(Settings().model_dir)), TrainSettings(minibatches=minibatches)
+    )
     batches = split_minibatches(groups, minibatches)
     ledger_tokens = sum(len(s.token_ids) for g in groups for s in g.samples)
     trained = sum(g.num_trained for g in groups)
