@@ -48,3 +48,18 @@ def test_transformers_is_not_misled_by_our_kernels_directory(tmp_path: Path) -> 
     pytest.importorskip("transformers")
     code = "import transformers.utils as u; print(u.is_kernels_available())"
     assert run_python(code, cwd=tmp_path, python_path=str(ROOT)).strip() == "False"
+
+
+def test_every_module_has_its_line_in_the_structure_page() -> None:
+    page = (ROOT / "docs" / "structure.md").read_text()
+    folders = ("m1serve", "kernels", "api", "online_rl", "clients")
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name not in ("__init__.py", "__main__.py")
+        and "migrations" not in path.parts
+        and not any(parent.is_symlink() for parent in path.parents)
+    }
+    assert len(modules) > 100
+    assert {module for module in modules if f"`{module}`" not in page} == set()
