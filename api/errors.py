@@ -18,6 +18,7 @@ from m1serve.errors import (
     M1ServeError,
     OverloadedError,
     RequestError,
+    StoreError,
 )
 
 logger = logging.getLogger(__name__)
@@ -47,13 +48,15 @@ def error_body(error: BaseException) -> dict[str, object]:
 def _code(error: M1ServeError) -> str:
     if isinstance(error, EngineAwayError):
         return "engine_away"
+    if isinstance(error, StoreError):
+        return "store_error"
     return "engine_error" if isinstance(error, EngineError) else "internal_error"
 
 
 def error_status(error: BaseException) -> int:
     if isinstance(error, RequestError):
         return error.status
-    return 503 if isinstance(error, EngineAwayError) else 500
+    return 503 if isinstance(error, EngineAwayError | StoreError) else 500
 
 
 def error_response(error: BaseException) -> Response:

@@ -14,7 +14,7 @@ from m1serve.api.prepare import Prepared
 from m1serve.api.record import delivery_record, turn_record
 from m1serve.api.serving import Serving
 from m1serve.chat.reply import ReplyEvent
-from m1serve.errors import EngineError, OverloadedError
+from m1serve.errors import EngineError, OverloadedError, StoreError
 from m1serve.types import Delta, HistoryRule, Mode, Started, StopCause
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,7 @@ class Exchange:
     async def keep(self) -> None:
         """Returns when a kill of this process loses none of the finished choices any more."""
         if self._is_recorded:
+            self.serving.require_capture()
             self._record()
             await self.serving.written()
 
@@ -101,11 +102,14 @@ class Exchange:
         for choice in self.choices:
             if choice.stop is None:
                 choice.cut(StopCause.ABORT, CLIENT_GONE if self.is_client_gone else CUT_SHORT)
-        if self._is_recorded:
-            if not self._is_kept:
+        try:
+            if self._is_recorded and not self._is_kept:
                 self._record()
-            if was_delivered:
+            if self._is_recorded and was_delivered:
                 self.serving.journal.append(delivery_record(self))
+        except StoreError as error:
+            # whether the client was told is settled already
+            logger.error("request %s is not recorded: %s", self.prepared.request_id, error)
         self._count(self._total_s)
 
     @property

@@ -17,6 +17,7 @@ from m1serve.api.live_response import LiveResponse
 from m1serve.api.prepare import prepare
 from m1serve.api.schema import ChatRequest
 from m1serve.api.serving import Serving
+from m1serve.types import Mode
 
 LARGE_BODY_BYTES = 64 * 2**10
 """From here on parsing and rendering would hold up the streams of others."""
@@ -48,6 +49,8 @@ def chat_router(serving: Serving) -> APIRouter:
             prepared = work()
         else:
             prepared = await anyio.to_thread.run_sync(work, limiter=serving.threads)
+        if prepared.labels.mode is not Mode.OFF:
+            serving.require_capture()
         return LiveResponse(Exchange(serving, prepared))
 
     return router

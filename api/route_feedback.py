@@ -24,6 +24,7 @@ def feedback_router(serving: Serving) -> APIRouter:
     @router.post("/v1/feedback", openapi_extra=json_body(FeedbackRequest.model_json_schema()))
     async def give_feedback(request: Request) -> Response:
         caller = authenticate(request.headers.get("authorization"), accepted)
+        serving.require_capture()
         given = parse_body(FeedbackRequest, await read_body(request))
         if given.session_id is None and given.turn_id is None:
             raise RequestError("feedback needs a session_id or a turn_id, got neither")
@@ -46,6 +47,7 @@ def feedback_router(serving: Serving) -> APIRouter:
     @router.post("/v1/sessions/{session_id:path}/end")
     async def end_session(request: Request, session_id: str) -> Response:
         caller = authenticate(request.headers.get("authorization"), accepted)
+        serving.require_capture()
         check_label(session_id, "session id")
         serving.journal.append(
             SessionEnded(

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from m1serve.api.identity import authenticate
-from m1serve.api.serving import Serving
+from m1serve.api.serving import JOURNAL_DEAD, Serving
 from m1serve.engine.base import Engine
 from m1serve.errors import EngineError
 from m1serve.metrics import CONTENT_TYPE
@@ -58,6 +58,8 @@ def models_router(serving: Serving) -> APIRouter:
         except (EngineError, TimeoutError) as error:
             reason = str(error) or f"the engine did not answer within {HEALTH_WAIT_S:.0f} s"
             return JSONResponse({"status": "dead", "reason": reason}, status_code=503)
+        if not serving.journal.is_alive:
+            return JSONResponse({"status": "dead", "reason": JOURNAL_DEAD}, status_code=503)
         body = {
             "status": "ok",
             "model": serving.settings.model.model_id,

@@ -16,7 +16,7 @@ from m1serve.chat.template import template_digest
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import Settings
 from m1serve.engine.base import Engine
-from m1serve.errors import RequestError
+from m1serve.errors import RequestError, StoreError
 from m1serve.metrics import Metrics
 from m1serve.store.records import JournalRecord
 
@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 WRITE_WAIT_S = 1.0
 """A disk that hangs for longer holds up no answer."""
+JOURNAL_DEAD = (
+    "the journal of this server is dead and nothing can be recorded (its log has the reason): "
+    "restart the server; until then only requests with x-m1-mode: off are served"
+)
 
 
 class Journal(Protocol):
@@ -35,8 +39,13 @@ class Journal(Protocol):
     @property
     def num_queued(self) -> int: ...
 
+    @property
+    def is_alive(self) -> bool:
+        """False when it will never keep a record again."""
+        ...
+
     def append(self, record: JournalRecord, /) -> object:
-        """Returns at once; the record is on disk soon."""
+        """Returns at once; the record is on disk soon. StoreError when it is dead."""
         ...
 
     def when_written(self, callback: Callable[[], None], /) -> None:
@@ -63,6 +72,11 @@ class Serving:
         """What `model` may say."""
         return (self.settings.model.model_id, *self.settings.model.aliases)
 
+    def require_capture(self) -> None:
+        """Nothing that has to be recorded is served when it cannot be: StoreError, a 503."""
+        if not self.journal.is_alive:
+            raise StoreError(JOURNAL_DEAD)
+
     async def written(self) -> None:
         """Before anything is acknowledged: what was journalled so far survives a kill from here."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
@@ -76,6 +90,7 @@ class Serving:
             async with asyncio.timeout(WRITE_WAIT_S):
                 await done.wait()
         except TimeoutError:
+            self.require_capture()
             logger.error("the journal's disk does not answer; a crash now would lose turns")
 
     def check_name(self, name: str) -> str:
