@@ -31,10 +31,12 @@ QUEUE = "m1serve"
 SCORE_JOB = "m1serve.score_job"
 REAP = "m1serve.reap"
 CLOSE_IDLE = "m1serve.close_idle_sessions"
+GIVE_UP_FEEDBACK = "m1serve.give_up_feedback"
 RETRAIN = "m1serve.retrain"
 FILE_TRANSPORT = "m1serve.online_rl.file_broker:Transport"
 POLL_S = 0.05
 CLOSE_IDLE_S = 5.0
+GIVE_UP_FEEDBACK_S = 30.0
 RESEND_S = 30.0
 """A job that was sent and not begun for this long is sent again."""
 TASK_LIMIT_S = 600
@@ -101,6 +103,11 @@ class ScoreWorker:
         return self.store.ledger.close_idle_sessions(
             self.settings.serve.session_idle_s, time.time()
         )
+
+    def give_up_feedback(self) -> int:
+        settings = self.settings
+        wait_s = settings.score.feedback_wait_s
+        return self.store.ledger.give_up_feedback(settings.model.model_id, wait_s)
 
     def retrain(self) -> str:
         return self.store.runs.request(self.settings.model.model_id, "schedule", {})
@@ -190,6 +197,7 @@ def _add_tasks(app: Celery, worker: ScoreWorker) -> None:
         SCORE_JOB: lambda job_id: worker.score(job_id),
         REAP: lambda: worker.reap(partial(_send_score_job, app)),
         CLOSE_IDLE: worker.close_idle_sessions,
+        GIVE_UP_FEEDBACK: worker.give_up_feedback,
         RETRAIN: worker.retrain,
     }
     for name, body in bodies.items():
@@ -211,7 +219,11 @@ def _edge(name: str, body: Callable[..., object]) -> Callable[..., object]:
 
 
 def _beat_schedule(settings: Settings) -> dict[str, dict[str, Any]]:
-    periods = {REAP: settings.score.reap_s, CLOSE_IDLE: CLOSE_IDLE_S}
+    periods = {
+        REAP: settings.score.reap_s,
+        CLOSE_IDLE: CLOSE_IDLE_S,
+        GIVE_UP_FEEDBACK: GIVE_UP_FEEDBACK_S,
+    }
     if settings.train.every_s is not None:
         periods[RETRAIN] = settings.train.every_s
     return {

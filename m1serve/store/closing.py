@@ -83,7 +83,11 @@ class SessionCloser:
             update(TrajectoryRow)
             .where(
                 TrajectoryRow.session_key == row.session_key,
-                TrajectoryRow.state.in_(("pending", *CLAIMABLE)),
+                or_(
+                    TrajectoryRow.state.in_(("pending", *CLAIMABLE)),
+                    # a reward that still comes would make it eligible
+                    (TrajectoryRow.state == "ineligible") & TrajectoryRow.is_trainable,
+                ),
             )
             .values(
                 is_trainable=False,
@@ -113,6 +117,7 @@ class SessionCloser:
             segment = Segment(turns=tuple(facts[turn_id] for turn_id in ids), context=())
             reason = why_not_trainable(segment, is_incomplete=row.is_incomplete)
             trajectory.is_trainable, trajectory.state_reason = reason == "", reason
+            trajectory.updated_at = self._now
             set_state(trajectory)
         self.build(row)
 

@@ -11,12 +11,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from sqlalchemy import Select, case, func, select
+from sqlalchemy import func, select, update
 
 from m1serve.errors import StoreError
 from m1serve.store.captured import session_key
 from m1serve.store.closing import SessionCloser
-from m1serve.store.database import Database, is_conflict
+from m1serve.store.database import Database, changed, is_conflict
 from m1serve.store.ingest import ingest
 from m1serve.store.journal_reader import Cursor
 from m1serve.store.records import JournalEntry, TurnRecord
@@ -159,29 +159,40 @@ class Ledger:
             if len(rows) < _CLOSE_CHUNK:
                 return num_closed
 
+    def give_up_feedback(self, model_id: str, wait_s: float, now: float | None = None) -> int:
+        """Trajectories that have waited for feedback longer than `wait_s` hold their group up no
+        more; returns how many. Feedback that still comes makes them eligible.
+        """
+        at = time.time() if now is None else now
+        # nothing changes a trajectory that waits, so it has waited since its last change
+        stop = (
+            update(TrajectoryRow)
+            .where(
+                TrajectoryRow.model_id == model_id,
+                TrajectoryRow.state == "pending",
+                TrajectoryRow.task_id.is_(None),
+                TrajectoryRow.updated_at < at - wait_s,
+            )
+            .values(
+                state="ineligible",
+                state_reason=f"feedback: none within {wait_s:g} s",
+                updated_at=at,
+            )
+        )
+        with self._db.write() as session:
+            return changed(session, stop)
+
     def count_turns(self) -> int:
         with self._db.read() as session:
             return session.execute(select(func.count()).select_from(TurnRow)).scalar_one()
-
-    def count_sessions(self, *, is_open: bool | None = None) -> int:
-        query = select(func.count()).select_from(SessionRow)
-        if is_open is not None:
-            is_closed = SessionRow.closed_at.is_not(None)
-            query = query.where(~is_closed if is_open else is_closed)
-        with self._db.read() as session:
-            return session.execute(query).scalar_one()
 
     def count_trajectories(self, model_id: str | None = None) -> dict[str, int]:
         """By state."""
         query = select(TrajectoryRow.state, func.count()).group_by(TrajectoryRow.state)
         if model_id is not None:
             query = query.where(TrajectoryRow.model_id == model_id)
-        return self._counts(query)
-
-    def count_drift(self) -> dict[str, int]:
-        """Turns by drift; a request that a retry replaced counts as side."""
-        drift = case((TurnRow.superseded_by.is_not(None), "side"), else_=TurnRow.drift)
-        return self._counts(select(drift, func.count()).group_by(drift))
+        with self._db.read() as session:
+            return {row[0]: row[1] for row in session.execute(query)}
 
     def export(
         self,
@@ -203,10 +214,6 @@ class Ledger:
             for view in self.trajectories(ids[start : start + _CLOSE_CHUNK]):
                 stream.write(json.dumps(dataclasses.asdict(view)) + "\n")
         return len(ids)
-
-    def _counts(self, query: Select[str, int]) -> dict[str, int]:
-        with self._db.read() as session:
-            return {row[0]: row[1] for row in session.execute(query)}
 
 
 def _session_view(row: SessionRow) -> SessionView:

@@ -24,10 +24,6 @@ class RunLease:
     weights_version: str | None
     """Set once committed: do not train again, go on with its gates."""
 
-    @property
-    def is_committed(self) -> bool:
-        return self.weights_version is not None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:

@@ -154,7 +154,7 @@ def test_a_disk_that_takes_no_weights_fails_the_run_and_nothing_else(
 
 def finished(product: Any, store: Store) -> Any:
     run_id = product.retrain()
-    product.wait_until(lambda: store.runs.get(run_id).is_finished, 60, "run finished")  # type: ignore[union-attr]
+    product.wait_until(lambda: store.runs.get(run_id).finished_at, 60, "run finished")  # type: ignore[union-attr]
     return store.runs.get(run_id)
 
 

@@ -128,7 +128,7 @@ def test_a_product_outlives_its_database(start_up: Any, database: sa.URL, wire: 
         wire.mend()
         product.wait_until(lambda: store.jobs.counts() == {"done": 21}, 60, "all scored")
         run_id = product.retrain()
-        product.wait_until(lambda: store.runs.get(run_id).is_finished, 60, "run")  # type: ignore[union-attr]
+        product.wait_until(lambda: store.runs.get(run_id).finished_at, 60, "run")  # type: ignore[union-attr]
         assert {name: product.role(name) for name in ROLES} == roles
         product.process.send_signal(signal.SIGTERM)
         assert product.process.wait(60) == 0

@@ -168,6 +168,21 @@ def test_the_reaper_sends_what_is_due_once(tmp_path: Path) -> None:
     worker.close()
 
 
+def test_beat_gives_up_on_feedback_as_late_as_the_settings_say(
+    tmp_path: Path, make_turn: MakeTurn
+) -> None:
+    serve = ServeSettings(session_idle_s=0.0)
+    turn = make_turn([1, 2], [3], task_id=None)
+    entry = JournalEntry(writer="w", seq=1, record=turn)
+    for wait_s, num in ((3600.0, 0), (1e-6, 1)):
+        score = ScoreSettings(feedback_wait_s=wait_s)
+        worker = ScoreWorker(Settings(home=tmp_path, score=score, serve=serve))
+        worker.store.ledger.ingest([entry])
+        worker.close_idle_sessions()
+        assert worker.give_up_feedback() == num
+        worker.close()
+
+
 def test_sessions_that_beat_closes_get_as_many_attempts_as_the_settings_say(
     tmp_path: Path, make_turn: MakeTurn
 ) -> None:

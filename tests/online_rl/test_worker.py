@@ -19,7 +19,14 @@ import redis
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import ScoreSettings, Settings, TrainSettings
 from m1serve.envs import task_ids
-from m1serve.online_rl.tasks import CLOSE_IDLE, REAP, RETRAIN, make_celery, prepare_broker
+from m1serve.online_rl.tasks import (
+    CLOSE_IDLE,
+    GIVE_UP_FEEDBACK,
+    REAP,
+    RETRAIN,
+    make_celery,
+    prepare_broker,
+)
 from m1serve.store import Store
 from m1serve.store.records import JournalEntry, SessionEnded, TurnRecord
 
@@ -135,7 +142,8 @@ def test_messages_are_json_and_results_are_nowhere(tmp_path: Path) -> None:
 
 
 def test_beat_retrains_only_when_asked(tmp_path: Path) -> None:
-    assert set(make_celery(Settings(home=tmp_path)).conf.beat_schedule) == {REAP, CLOSE_IDLE}
+    always = {REAP, CLOSE_IDLE, GIVE_UP_FEEDBACK}
+    assert set(make_celery(Settings(home=tmp_path)).conf.beat_schedule) == always
     periodic = Settings(home=tmp_path, train=TrainSettings(every_s=60.0))
     assert make_celery(periodic).conf.beat_schedule[RETRAIN]["schedule"] == 60.0
 
@@ -151,6 +159,8 @@ def test_the_embedded_broker_lives_under_home_and_redis_by_url(tmp_path: Path) -
     assert make_celery(redis).conf.broker_url == "redis://localhost:1/0"
 
 
-@pytest.mark.parametrize("name", ["score_job", "reap", "close_idle_sessions", "retrain"])
+@pytest.mark.parametrize(
+    "name", ["score_job", "reap", "close_idle_sessions", "give_up_feedback", "retrain"]
+)
 def test_tasks_are_registered_by_name(tmp_path: Path, name: str) -> None:
     assert f"m1serve.{name}" in make_celery(Settings(home=tmp_path)).tasks

@@ -32,7 +32,7 @@ while time.monotonic() < deadline:
         time.sleep(0.01)
         continue
     try:
-        if not lease.is_committed:
+        if lease.weights_version is None:
             views = store.runs.claim_groups(
                 lease.run_id, lease.token, model_id="nano", parent_version="nano@0",
                 max_groups=2, max_age_versions=4,

@@ -6,15 +6,21 @@ import dataclasses
 import io
 import itertools
 import json
+import time
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import select
 
 from m1serve.errors import StoreError
 from m1serve.store import Store
+from m1serve.store.journal import REASON_LOST
 from m1serve.store.records import FeedbackGiven, TurnsDelivered
+from m1serve.store.tables import TurnRow
+from m1serve.store.trajectories import TURN_LOST
 from m1serve.types import Mode, RewardStatus, StopCause, VersionSpan
 
 token = st.integers(0, 200_063)
@@ -82,7 +88,15 @@ def test_the_same_turn_from_another_journal_is_known(store: Store, recorder: Any
 
 def test_turns_of_mode_off_leave_no_trace(store: Store, recorder: Any) -> None:
     assert store.ledger.ingest(recorder.entries(recorder.turn((1,), (2,), mode=Mode.OFF))) == 0
-    assert (store.ledger.count_turns(), store.ledger.count_sessions()) == (0, 0)
+    assert store.ledger.count_turns() == 0
+    assert store.ledger.session("tenant", "session") is None
+
+
+def drifts(store: Store) -> dict[str, int]:
+    """How many turns were linked how."""
+    with store._db.read() as session:
+        rows = session.execute(select(TurnRow.drift, TurnRow.superseded_by))
+        return Counter("superseded" if retry else drift for drift, retry in rows)
 
 
 def test_a_session_of_many_turns_is_one_trajectory(store: Store, recorder: Any) -> None:
@@ -98,7 +112,7 @@ def test_a_session_of_many_turns_is_one_trajectory(store: Store, recorder: Any) 
     assert view.turns == tuple(turns)
     assert (view.context, view.state, view.reward) == ((), "pending", None)
     assert (row.num_turns, row.num_trainable) == (5, 10)
-    assert store.ledger.count_drift() == {"root": 1, "extend": 4}
+    assert drifts(store) == {"root": 1, "extend": 4}
 
 
 def test_a_closed_session_enqueues_its_scoring_in_the_same_breath(
@@ -118,7 +132,8 @@ def test_idle_sessions_close_and_fresh_ones_stay_open(store: Store, recorder: An
     for i in range(120):
         store.ledger.ingest(recorder.entries(recorder.turn((1,), (2,), session_id=f"s{i}")))
     assert store.ledger.close_idle_sessions(60.0, now=recorder.clock - 50 + 60) == 69
-    assert store.ledger.count_sessions(is_open=True) == 51
+    sessions = [store.ledger.session("tenant", f"s{i}") for i in range(120)]
+    assert [s is not None and s.closed_at is None for s in sessions] == [False] * 69 + [True] * 51
     assert store.ledger.close_idle_sessions(60.0, now=recorder.clock - 50 + 60) == 0
     assert store.jobs.counts() == {"queued": 69}
 
@@ -176,7 +191,9 @@ def test_an_end_read_before_its_turns_closes_them_when_they_come(
     assert store.ledger.count_trajectories() == {}
     store.ledger.ingest(recorder.entries(turn))
     assert store.ledger.count_trajectories() == {"pending": 1}
-    assert store.ledger.count_sessions(is_open=True) == 0
+    session = store.ledger.session("tenant", "session")
+    assert session is not None
+    assert session.closed_at is not None
 
 
 def test_a_child_read_before_its_parent_is_linked_when_the_parent_comes(
@@ -188,7 +205,7 @@ def test_a_child_read_before_its_parent_is_linked_when_the_parent_comes(
     store.ledger.ingest(recorder.entries(grandchild))
     store.ledger.ingest(recorder.entries(child))
     store.ledger.ingest(recorder.entries(parent))
-    assert store.ledger.count_drift() == {"root": 1, "extend": 2}
+    assert drifts(store) == {"root": 1, "extend": 2}
     store.ledger.ingest(recorder.entries(recorder.end()))
     (row,) = store.ledger.list_trajectories()
     assert row.num_turns == 3
@@ -198,7 +215,7 @@ def test_sessions_of_two_tenants_with_one_name_stay_apart(store: Store, recorder
     mine = recorder.turn((1,), (2,), tenant_id="a")
     yours = recorder.turn((1, 2, 3), (4,), tenant_id="b")
     store.ledger.ingest(recorder.entries(mine, yours, recorder.end(tenant_id="a")))
-    assert store.ledger.count_drift() == {"root": 2}
+    assert drifts(store) == {"root": 2}
     assert [r.tenant_id for r in store.ledger.list_trajectories()] == ["a"]
     session = store.ledger.session("b", "session")
     assert session is not None
@@ -269,7 +286,7 @@ def test_a_superseded_answer_is_kept_and_belongs_to_no_trajectory(
     assert store.ledger.turn(lost.turn_id) == lost
     (row,) = store.ledger.list_trajectories()
     assert [t.turn_id for t in store.ledger.trajectory(row.trajectory_id).turns] == [seen.turn_id]
-    assert store.ledger.count_drift() == {"root": 1, "side": 1}
+    assert drifts(store) == {"root": 1, "superseded": 1}
 
 
 def test_a_side_request_is_neither_scored_nor_trained(store: Store, recorder: Any) -> None:
@@ -307,6 +324,26 @@ def test_feedback_is_the_reward_where_no_scorer_can_be(workshop: Any, is_early: 
     assert (view.state, view.reward) == ("eligible", 0.5)
     (stored,) = store.rewards.list(trajectory_id)
     assert stored.scorer == "feedback"
+
+
+def test_feedback_given_up_on_still_counts_when_it_comes(workshop: Any) -> None:
+    store, recorder = workshop.store, workshop.recorder
+    trajectory_id = workshop.episode("s", task_id=None)
+    store.ledger.give_up_feedback("nano", 1.0, time.time() + 2)
+    store.ledger.ingest(recorder.entries(feedback()))
+    view = store.ledger.trajectory(trajectory_id)
+    assert (view.state, view.state_reason) == ("eligible", "")
+
+
+def test_feedback_makes_nothing_eligible_of_a_session_that_lost_a_turn(workshop: Any) -> None:
+    store, recorder = workshop.store, workshop.recorder
+    trajectory_id = workshop.episode("s", task_id=None)
+    store.ledger.give_up_feedback("nano", 1.0, time.time() + 2)
+    lost = dataclasses.replace(recorder.end("s"), reason=REASON_LOST)
+    store.ledger.ingest(recorder.entries(lost))
+    store.ledger.ingest(recorder.entries(feedback()))
+    view = store.ledger.trajectory(trajectory_id)
+    assert (view.state, view.state_reason) == ("ineligible", TURN_LOST)
 
 
 def test_feedback_on_a_turn_reaches_its_trajectory_only(workshop: Any) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -207,6 +208,24 @@ def test_masked_and_aborted_members_do_not_hold_their_group_back(workshop: Any) 
     assert workshop.claim(workshop.lease()) == [good]
 
 
+def test_a_member_that_nobody_judges_holds_its_group_up_for_a_time_only(workshop: Any) -> None:
+    ledger = workshop.store.ledger
+    good = workshop.eligible("a", group_key="g")
+    silent = workshop.episode("b", group_key="g", task_id=None)
+    scored = workshop.episode("c")
+    lease = workshop.lease()
+    assert workshop.claim(lease) == []
+    workshop.store.runs.finish(lease.run_id, lease.token, "skipped", "nothing to train on")
+    now = time.time()
+    assert ledger.give_up_feedback("nano", 3600.0, now + 3500) == 0
+    assert ledger.give_up_feedback("other", 3600.0, now + 3700) == 0
+    assert ledger.give_up_feedback("nano", 3600.0, now + 3700) == 1
+    view = ledger.trajectory(silent)
+    assert (view.state, view.state_reason) == ("ineligible", "feedback: none within 3600 s")
+    assert workshop.state(scored) == "pending"
+    assert workshop.claim(workshop.lease()) == [good]
+
+
 def test_groups_are_claimed_whole_and_oldest_first(workshop: Any) -> None:
     sessions = [("g1", "a"), ("g2", "b"), ("g1", "c"), (None, "d"), ("g2", "e"), ("g1", "f")]
     ids = {name: workshop.eligible(name, group_key=group) for group, name in sessions}
@@ -257,7 +276,7 @@ def test_a_run_that_committed_resumes_behind_its_training(workshop: Any) -> None
     claimed = workshop.claim(lease)
     workshop.commit(lease)
     resumed = workshop.store.runs.claim_next("other", 60, now=10.0)
-    assert (resumed.is_committed, resumed.weights_version) == (True, "nano@1")
+    assert resumed.weights_version == "nano@1"
     assert workshop.claim(resumed) == claimed
     with pytest.raises(StoreError, match="cannot commit nano@2"):
         workshop.commit(resumed, "nano@2")
@@ -277,7 +296,7 @@ def test_a_skipped_run_gives_its_data_back(workshop: Any) -> None:
     assert workshop.state(trajectory_id) == "eligible"
     run = workshop.store.runs.get(lease.run_id)
     assert (run.state, run.reason, run.metrics) == ("skipped", "one group", {"groups": 1})
-    assert run.is_finished
+    assert run.finished_at is not None
     assert workshop.claim(workshop.lease()) == [trajectory_id]
 
 
