@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from m1serve.store.versions import WeightsVersion
 from m1serve.store.views import TrajectoryView
 from m1serve.types import VersionRef, VersionState
 
+logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OPEN_STATES = frozenset({VersionState.CANDIDATE, VersionState.VERIFIED, VersionState.GATED})
 
@@ -197,7 +199,7 @@ class Workshop(HeldRun):
         return self.end("skipped", reason, metrics)
 
     def refuse(self, mismatch: Mismatch, metrics: Mapping[str, float]) -> Outcome:
-        """Sampler and trainer compute different models; nothing is trained, the data stays."""
+        """Sampler and trainer compute different models; nothing is trained, the data waits."""
         reason = (
             f"parity: mean |trainer - sampler| logprob is {mismatch.mean:.2e} on "
             f"{mismatch.num_tokens} tokens of {mismatch.weights_version}, allowed is "
@@ -206,20 +208,22 @@ class Workshop(HeldRun):
         return self.end("failed", reason, metrics)
 
     def finish(self, state: VersionState) -> Outcome:
-        """After the last arrow: a rejected version's data is released or burned."""
+        """After the last arrow: a rejected version's files go, its data is released or burned."""
         version = self.committed()
         metrics = self.examiner.summary(self._parent_of(version), version.ref)
         if state is not VersionState.REJECTED:
             return self.end("promoted", version.reason, metrics)
         self.store.runs.release(self.lease.run_id, self.lease.token, self.train.after_rejection)
+        _discard(version)
         return self.end("rejected", version.reason, metrics)
 
     def fail(self, reason: str) -> None:
-        """For the supervisor, after an error of ours: no fault of the data, which is given back."""
+        """For the supervisor, after an error of ours; the data is given back, the first time."""
         version = self.candidate()
         if version is not None and version.state in OPEN_STATES:
             self._advance(version, VersionState.REJECTED, f"run failed: {reason}")
             self.store.runs.release(self.lease.run_id, self.lease.token, "release")
+            _discard(version)
         self.end("failed", reason, {})
 
     def _advance(self, version: WeightsVersion, to_state: VersionState, reason: str) -> None:
@@ -238,6 +242,17 @@ class Workshop(HeldRun):
         if version is None:
             raise StoreError(f"{weights_version} is not in the ledger; import or restore it")
         return version
+
+
+def _discard(version: WeightsVersion) -> None:
+    """What cannot be removed now does not change the verdict; `m1serve weights prune` does it."""
+    path = Path(version.path)
+    try:
+        # a trainer that was killed here may have removed it already
+        if path.exists():
+            discard_version(path)
+    except OSError as error:
+        logger.warning("%s stays: %s", path, error)
 
 
 def _check_committed(version: WeightsVersion) -> None:

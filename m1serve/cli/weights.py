@@ -12,13 +12,15 @@ from rich.table import Table
 
 from m1serve.cli import options
 from m1serve.cli.console import wide_console
+from m1serve.cli.prune import prune
 from m1serve.errors import ConfigError
 
 if TYPE_CHECKING:
     from m1serve.config import Settings
     from m1serve.store import Store
 
-app = typer.Typer(help="Weight versions: list, promote, roll back.", no_args_is_help=True)
+app = typer.Typer(help="Weight versions: list, promote, roll back, prune.", no_args_is_help=True)
+app.command("prune")(prune)
 Version = Annotated[str, typer.Argument(metavar="VERSION", help="<model_id>@<n>")]
 
 

@@ -159,7 +159,7 @@ def import_model_dir(root: Path, *, model_id: str, model_dir: Path) -> Path:
 
 
 def discard_version(path: Path) -> None:
-    """Removes a version that no run committed; nobody ever sees half of it."""
+    """Removes a version that no run committed, or that serves no more; nobody sees half of it."""
     remove_whole(path)
 
 

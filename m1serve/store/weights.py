@@ -10,6 +10,7 @@ from sqlalchemy import func, select
 from m1serve.errors import StoreError
 from m1serve.store.database import Database
 from m1serve.store.deployments import Deployment, list_deployments, save_deployment
+from m1serve.store.pruning import prunable_versions
 from m1serve.store.versions import (
     WeightsVersion,
     as_version,
@@ -85,6 +86,11 @@ class Weights:
             query = query.where(WeightsRow.model_id == model_id)
         with self._db.read() as session:
             return [as_version(row) for row in session.scalars(query)]
+
+    def prunable(self, model_id: str, keep: int) -> builtins.list[WeightsVersion]:
+        """Whose files nobody needs: see `prunable_versions`."""
+        with self._db.read() as session:
+            return prunable_versions(session, model_id, keep)
 
     def next_number(self, model_id: str) -> int:
         query = select(func.max(WeightsRow.number)).where(WeightsRow.model_id == model_id)

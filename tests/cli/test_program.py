@@ -133,6 +133,30 @@ def test_promotion_and_rollback_answer_scripts(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == {"stable": "nano@0"}, done.stderr
 
 
+def test_pruning_deletes_files_and_keeps_rows(tmp_path: Path) -> None:
+    store = Store.open(f"sqlite:///{tmp_path / 'm1serve.db'}")
+    for number in range(4):
+        folder = tmp_path / "weights" / "nano" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+        store.weights.register(
+            f"nano@{number}",
+            "nano",
+            str(folder),
+            state=VersionState.RETIRED,
+            parent=f"nano@{number - 1}" if number else None,
+        )
+    store.close()
+    where = ("--home", str(tmp_path), "--json")
+    done = m1serve("weights", "prune", "--keep", "1", *where, cwd=tmp_path)
+    assert json.loads(done.stdout) == {"deleted": ["nano@2", "nano@1"], "num_bytes": 4}, done.stderr
+    assert sorted(p.name for p in (tmp_path / "weights" / "nano").iterdir()) == ["0", "3"]
+    done = m1serve("weights", "prune", "--keep", "1", *where, cwd=tmp_path)
+    assert json.loads(done.stdout)["deleted"] == [], done.stderr
+    done = m1serve("weights", "list", *where, cwd=tmp_path)
+    assert len(json.loads(done.stdout)["versions"]) == 4, done.stderr
+
+
 def test_doctor_names_a_broken_model_directory(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

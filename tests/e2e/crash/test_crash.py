@@ -10,6 +10,7 @@ import json
 import os
 import signal
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -98,19 +99,19 @@ def check_training(product: Any, received: list[Any]) -> None:
 
 
 def check_versions(product: Any) -> None:
-    """One chain, one version a committed run, directories that are what they were written as."""
+    """One chain, one version a committed run, directories that are what they were written as; a
+    rejected version has none.
+    """
     rows = product.rows("SELECT weights_version, number, path, parent, run_id, state FROM weights")
     versions = {row[0]: row for row in rows}
     assert sorted(row[1] for row in rows) == list(range(len(rows)))
     runs = dict(product.rows("SELECT run_id, weights_version FROM runs WHERE state = 'promoted'"))
     for name, number, path, parent, run_id, state in rows:
-        manifest = verify_version(product.home / "weights" / "nano" / str(number))
         assert str(product.home / "weights" / "nano" / str(number)) == path
-        assert (manifest.weights_version, manifest.parent, manifest.run_id) == (
-            name,
-            parent,
-            run_id,
-        )
+        if state != "rejected":
+            manifest = verify_version(Path(path))
+            assert manifest.weights_version == name
+            assert (manifest.parent, manifest.run_id) == (parent, run_id)
         assert (parent is None) == (number == 0)
         assert (runs.get(run_id) == name) == (state in ("active", "retired") and number > 0)
     (active,) = (name for name, *_, state in rows if state == "active")
@@ -120,7 +121,9 @@ def check_versions(product: Any) -> None:
     assert {versions[name][5] for name in chain[1:]} == {"retired"}
     assert chain[-1] == "nano@0"
     folder = product.home / "weights" / "nano"
-    assert {path.name for path in folder.iterdir()} == {str(row[1]) for row in rows}
+    assert {path.name for path in folder.iterdir()} == {
+        str(row[1]) for row in rows if row[5] != "rejected"
+    }
 
 
 def check_acknowledged(product: Any, players: Any) -> None:

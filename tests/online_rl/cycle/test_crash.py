@@ -10,6 +10,8 @@ from m1serve.errors import FencedError
 from m1serve.model.weights import read_manifest
 from m1serve.online_rl.cycle import run_cycle
 from m1serve.online_rl.workshop import Workshop
+from m1serve.store.runs import Outcome
+from m1serve.types import VersionState
 
 Bench = Any
 PHASES = ["claim", "train", "write", "commit", "verify", "gate", "promote", "finish"]
@@ -63,6 +65,29 @@ def test_a_crash_after_the_commit_keeps_the_committed_weights(bench: Bench) -> N
     version = bench.store.weights.get("nano@1")
     assert version is not None
     assert version.manifest_digest == digest
+
+
+def test_a_crash_after_a_rejection_removed_the_files_still_ends_the_run(bench: Bench) -> None:
+    class Crashing(Workshop):
+        def gate(self) -> None:
+            version = self.committed()
+            self.store.weights.advance(
+                version.weights_version, version.state, VersionState.REJECTED, "bad"
+            )
+
+        def end(self, *args: object) -> Outcome:
+            raise Crash
+
+    bench.fill(num_groups=2, size=2)
+    run_id = bench.store.runs.request("nano", "test")
+    with pytest.raises(Crash):
+        run_cycle(bench.shop(Crashing, lease_s=-1.0))
+    assert not (bench.settings.weights_dir / "nano" / "1").exists()
+    assert run_cycle(bench.shop()) == "rejected"
+    run = bench.store.runs.get(run_id)
+    assert run is not None
+    assert (run.state, run.reason) == ("rejected", "bad")
+    assert bench.states() == {"burned": 4}
 
 
 def test_training_is_reproducible(bench: Bench) -> None:

@@ -111,6 +111,8 @@ def test_a_rejected_candidate_never_serves(bench: Bench, setting: str, state: st
     version = bench.store.weights.get("nano@1")
     assert version is not None
     assert (version.state, version.reason) == (VersionState.REJECTED, run.reason)
+    # the row stays with its reason, the files do not
+    assert [p.name for p in (bench.settings.weights_dir / "nano").iterdir()] == ["0"]
     target = bench.store.weights.target("nano")
     assert target is not None
     assert target.weights_version == "nano@0"

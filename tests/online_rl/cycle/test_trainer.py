@@ -36,6 +36,7 @@ def test_an_error_of_ours_fails_the_run_and_gives_the_data_back(bench: Bench) ->
     version = bench.store.weights.get("nano@1")
     assert version is not None
     assert version.state is VersionState.REJECTED
+    assert not Path(version.path).exists()
     assert bench.states() == {"released": 4}
 
 
@@ -115,7 +116,7 @@ def test_the_trainer_process_works_until_told_to_stop(bench: Bench, tiny_dir: Pa
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         run = bench.store.runs.get(run_id)
-        if run is not None and run.is_finished:
+        if run is not None and run.finished_at is not None:
             break
         time.sleep(0.05)
     stop.set()
