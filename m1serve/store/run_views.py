@@ -46,10 +46,6 @@ class RunView:
     heartbeat_at: float | None
     finished_at: float | None
 
-    @property
-    def is_finished(self) -> bool:
-        return self.finished_at is not None
-
 
 def run_lease(row: RunRow) -> RunLease:
     assert row.token is not None
