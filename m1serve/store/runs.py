@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session, aliased
 from m1serve.errors import FencedError, StoreError
 from m1serve.store.claims import claim_set, commit_claims, release_claims, release_committed
 from m1serve.store.database import Database
+from m1serve.store.failures import count_failure
 from m1serve.store.run_views import RunLease, RunView, run_lease, run_view
 from m1serve.store.versions import move_state, weights_row
 from m1serve.store.views import TrajectoryView, load_trajectories
@@ -169,12 +170,14 @@ class Runs:
         metrics: Mapping[str, object] | None = None,
     ) -> None:
         """Ends the run. What it claimed and never committed becomes eligible again, unless released
-        before.
+        before; what a second run failed with is burned.
         """
         with self._db.write() as session:
             row = _held(session, run_id, token)
             if outcome == "promoted" and row.state != "committed":
                 raise StoreError(f"run {run_id} is {row.state}; only a committed run is promoted")
+            if outcome == "failed":
+                count_failure(session, run_id, reason)
             release_claims(session, run_id, "eligible", f"run {run_id} {outcome}")
             row.metrics = {**row.metrics, **(metrics or {})}
             _end(row, outcome, reason, time.time())
@@ -244,6 +247,7 @@ def _held(session: Session, run_id: str, token: str) -> RunRow:
 
 def _give_up(session: Session, row: RunRow, at: float) -> None:
     reason = f"lost its lease {row.fence} times in phase {row.phase!r}"
+    count_failure(session, row.run_id, f"run {row.run_id} {reason}")
     release_claims(session, row.run_id, "eligible", f"run {row.run_id} failed")
     outcome: Outcome = "failed"
     if row.weights_version is not None:

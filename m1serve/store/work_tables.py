@@ -81,7 +81,7 @@ class RunTrajectoryRow(Base):
     )
     position: Mapped[int]
     role: Mapped[str]
-    """train | released"""
+    """train | released | failed"""
 
 
 class WeightsRow(Base):
