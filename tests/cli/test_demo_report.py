@@ -73,7 +73,10 @@ def test_a_good_demo_holds_every_bar() -> None:
     ("change", "missing"),
     [
         ({"after": evaluation("after", "nano@10", 30, 30)}, "gain +0.133 >= 0.2"),
-        ({"after": evaluation("after", "nano@10", 60, 10)}, "families worse beyond noise: sums"),
+        (
+            {"after": evaluation("after", "nano@10", 60, 10)},
+            "families worse beyond noise (97.5% each, 95% together): sums",
+        ),
         ({"failures": ("APITimeoutError: late",)}, "failed requests 1 = 0"),
         ({"num_trajectories": 1499}, "trajectories 1499 >= 1500"),
         ({"seconds": 721.0}, "seconds 721 <= 720"),
@@ -95,6 +98,23 @@ def test_each_bar_can_be_missed(change: dict[str, object], missing: str) -> None
     report = replace(GOOD, **change)  # type: ignore[arg-type]
     assert any(text.startswith(missing) for text in missed(report)), missed(report)
     assert summary(report)["held"] is False
+
+
+def test_eight_families_are_eight_chances_of_bad_luck() -> None:
+    """A family that only one interval of 95% would call worse is no alarm."""
+    names = [f"f{i}" for i in range(8)]
+
+    def of(label: str, num_unlucky: int) -> Evaluation:
+        solved = {f"{name}/report/{i}": i < 30 for name in names[1:] for i in range(60)}
+        unlucky = {f"f0/report/{i}": i < num_unlucky for i in range(60)}
+        return Evaluation(label=label, weights_version="nano@0", successes=unlucky | solved)
+
+    report = replace(GOOD, before=of("before", 30), after=of("after", 25))
+    assert report.family_level == pytest.approx(0.99375)
+    assert report.gain("f0").high < 0 <= report.gain("f0", level=report.family_level).high
+    (bar,) = (bar for bar in bars(report) if bar.text.startswith("families worse"))
+    assert bar.is_met
+    assert bar.text == "families worse beyond noise (99.4% each, 95% together): none"
 
 
 def test_what_has_no_verdict_is_no_failure() -> None:
