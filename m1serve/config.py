@@ -132,6 +132,9 @@ class GateSettings(_Section):
     with eight families one of 2 would be met by luck every few runs."""
     min_format_rate: float = Field(default=0.8, ge=0, le=1)
     """Relative to the parent's."""
+    max_turn_tokens: int = Field(default=256, ge=1)
+    """Of a turn on the held-out tasks: a candidate that never stops must not hold up its own gate.
+    """
     max_kl: float = 0.5
     """Mean per-token KL estimate to the parent on the gate's own samples."""
     families: tuple[str, ...] = ()

@@ -16,9 +16,6 @@ from m1serve.engine.base import Engine
 from m1serve.envs import Episode, make_task, max_turns, open_episode, use_tool
 from m1serve.types import Delta, GenerateRequest, Limits, Sampling, StopCause, Turn
 
-MAX_TURN_TOKENS = 256
-"""A candidate that never stops must not hold up its own gate."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedTurn:
@@ -35,14 +32,21 @@ class PlayedEpisode:
 
 
 async def play_episodes(
-    engine: Engine, tok: ChatTokenizer, task_ids: Sequence[str], *, seed: int = 0
+    engine: Engine,
+    tok: ChatTokenizer,
+    task_ids: Sequence[str],
+    *,
+    max_turn_tokens: int = 256,
+    seed: int = 0,
 ) -> list[PlayedEpisode]:
     """As many at once as the engine has slots. With one seed every version meets the same luck."""
     slots = asyncio.Semaphore(engine.stats().num_slots)
 
     async def play(task_id: str) -> PlayedEpisode:
         async with slots:
-            return await play_episode(engine, tok, task_id, seed=seed)
+            return await play_episode(
+                engine, tok, task_id, max_turn_tokens=max_turn_tokens, seed=seed
+            )
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -54,7 +58,12 @@ async def play_episodes(
 
 
 async def play_episode(
-    engine: Engine, tok: ChatTokenizer, task_id: str, *, seed: int = 0
+    engine: Engine,
+    tok: ChatTokenizer,
+    task_id: str,
+    *,
+    max_turn_tokens: int = 256,
+    seed: int = 0,
 ) -> PlayedEpisode:
     """Until the model answers without a tool call, is cut short, or has had its turns."""
     task, episode = make_task(task_id), open_episode(task_id)
@@ -71,7 +80,7 @@ async def play_episode(
         request = GenerateRequest(
             id=f"gate:{task_id}:{number}",
             prompt_ids=prompt_ids,
-            limits=Limits(max_tokens=min(MAX_TURN_TOKENS, room)),
+            limits=Limits(max_tokens=min(max_turn_tokens, room)),
             sampling=Sampling(seed=_seed(f"{seed}:{task_id}:{number}")),
             snapshot_at=(rendered.system_end,),
             min_delta_interval_s=math.inf,

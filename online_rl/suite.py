@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import GateSettings
 from m1serve.engine.base import Engine
-from m1serve.envs import FAMILIES, task_ids
+from m1serve.envs import FAMILIES, Task, make_task, task_ids
 from m1serve.online_rl.gate import EpisodeResult
 from m1serve.online_rl.play import PlayedEpisode, play_episodes
 from m1serve.online_rl.scorers.base import is_solved
@@ -31,24 +33,38 @@ class Suite:
     name: str
     tasks: Mapping[str, Sequence[str]]
     """family -> task ids"""
+    max_turn_tokens: int
 
 
 def first_look(settings: GateSettings) -> Suite:
     num = settings.tasks_per_family
     families = settings.families or FAMILIES
     tasks = {f: task_ids("gate", f, num) for f in families}
-    return Suite(name=f"gate/{num}/{','.join(sorted(families))}", tasks=tasks)
+    said = [make_task(task_id) for _, ids in sorted(tasks.items()) for task_id in ids]
+    digest = exam_digest(said, settings.max_turn_tokens)
+    name = f"gate/{num}/{','.join(sorted(families))}/{digest}"
+    return Suite(name=name, tasks=tasks, max_turn_tokens=settings.max_turn_tokens)
 
 
 def second_look(settings: GateSettings, families: Sequence[str]) -> Suite:
     """Tasks that the first look did not have."""
     first, num = settings.tasks_per_family, settings.tasks_per_family * (1 + SECOND_LOOK)
     tasks = {f: task_ids("gate", f, num)[first:] for f in families}
-    return Suite(name=f"gate/{first}..{num}", tasks=tasks)
+    # of the first look's tasks, so that a family's result is found whichever others were doubtful
+    digest = first_look(settings).name.rpartition("/")[2]
+    name = f"gate/{first}..{num}/{digest}"
+    return Suite(name=name, tasks=tasks, max_turn_tokens=settings.max_turn_tokens)
+
+
+def exam_digest(tasks: Iterable[Task], max_turn_tokens: int) -> str:
+    """Of what the tasks say: other environments are another suite."""
+    facts = [max_turn_tokens, [[t.task_id, t.system, t.tools, t.user] for t in tasks]]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
 async def play_suite(engine: Engine, tok: ChatTokenizer, suite: Suite) -> list[PlayedEpisode]:
-    return await play_episodes(engine, tok, [t for ids in suite.tasks.values() for t in ids])
+    ids = [task_id for ids in suite.tasks.values() for task_id in ids]
+    return await play_episodes(engine, tok, ids, max_turn_tokens=suite.max_turn_tokens)
 
 
 def score_suite(episodes: Sequence[PlayedEpisode], sandbox: Sandbox) -> tuple[EpisodeResult, ...]:

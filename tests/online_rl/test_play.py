@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings, GateSettings
 from m1serve.engine.script import ScriptedReply
 from m1serve.engine.scripted import ScriptedEngine
-from m1serve.envs import FAMILIES, max_turns, task_ids
+from m1serve.envs import FAMILIES, make_task, max_turns, task_ids
 from m1serve.envs.base import build_problem
 from m1serve.envs.clerk import play
 from m1serve.envs.saying import Call, Say
 from m1serve.online_rl.play import PlayedEpisode, play_episode, play_episodes
 from m1serve.online_rl.scorers.sandbox import Sandbox
-from m1serve.online_rl.suite import first_look, mean_kl, score_suite, second_look
+from m1serve.online_rl.suite import (
+    exam_digest,
+    first_look,
+    mean_kl,
+    play_suite,
+    score_suite,
+    second_look,
+)
 from m1serve.types import GenerateRequest, StopCause
 
 
@@ -102,6 +110,23 @@ async def test_a_turn_without_room_ends_the_episode(tok: ChatTokenizer) -> None:
     assert none == PlayedEpisode(task_id=task_id, turns=())
 
 
+def test_other_texts_are_another_suite() -> None:
+    tasks = [make_task(t) for t in task_ids("gate", "sums", 3)]
+    digest = exam_digest(tasks, 256)
+    settings = GateSettings(tasks_per_family=3, families=("sums",))
+    for look in (first_look(settings), second_look(settings, ["sums"])):
+        assert look.name.endswith(f"/{digest}")
+    reworded = [*tasks[:2], replace(tasks[2], system="Be brief.")]
+    assert exam_digest(reworded, 256) != digest
+
+
+async def test_a_turn_of_the_suite_is_cut_where_the_settings_say(tok: ChatTokenizer) -> None:
+    settings = GateSettings(tasks_per_family=2, families=("sums",), max_turn_tokens=5)
+    episodes = await play_suite(engine_of(tok), tok, first_look(settings))
+    assert [len(e.turns[0].completion_ids) for e in episodes] == [5, 5]
+    assert all(e.turns[0].turn.stop is StopCause.LENGTH for e in episodes)
+
+
 async def test_kl_to_oneself_is_nothing(tok: ChatTokenizer) -> None:
     engine = engine_of(tok)
     episodes = await play_episodes(engine, tok, task_ids("gate", "sums", 3))
@@ -116,5 +141,8 @@ def test_the_suite_is_the_gate_split_and_its_name_tells_it() -> None:
     assert all(t.split("/")[1] == "gate" for ids in first.tasks.values() for t in ids)
     assert not set(first.tasks["calc"]) & set(second.tasks["calc"])
     other = first_look(GateSettings(families=("sums", "calc")))
-    assert len({first.name, second.name, other.name}) == 3
+    short = first_look(settings.model_copy(update={"max_turn_tokens": 99}))
+    assert len({first.name, second.name, other.name, short.name}) == 4
+    again = first_look(GateSettings(tasks_per_family=3, families=("calc", "sums")))
+    assert again.name == first.name
     assert set(first_look(GateSettings()).tasks) == set(FAMILIES)
