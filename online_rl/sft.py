@@ -22,8 +22,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from m1serve.chat.tokenizer import BOS, ChatTokenizer
-from m1serve.model.checkpoint import load_model, save_model
+from m1serve.errors import ConfigError
+from m1serve.model.checkpoint import CONFIG_FILE, load_model, save_model
 from m1serve.model.hybrid import M1ForCausalLM
+from m1serve.model.verify import TOKENIZER_FILE
 from m1serve.online_rl.demonstrations import sample_texts
 from m1serve.online_rl.sft_batches import DemonstrationBatches, Part, measure_widths
 from m1serve.online_rl.sft_loss import GradientPass
@@ -58,6 +60,8 @@ def main(
     """Writes a model directory to `out`. `init` continues from one; the schedule starts anew."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     settings = read_recipe(recipe)
+    if init is not None:
+        _check_init(init, out)
     schedule = settings.schedule
     torch.manual_seed(schedule.seed)
     torch.set_float32_matmul_precision("high")
@@ -155,11 +159,21 @@ def _loader(recipe: SftRecipe, out: Path, workers: int) -> DataLoader[list[Part]
     )
 
 
+def _check_init(init: Path, out: Path) -> None:
+    missing = [name for name in (CONFIG_FILE, TOKENIZER_FILE) if not (init / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"--init {init} is no model directory: it has no {' and no '.join(missing)}"
+        )
+    if out.resolve() == init.resolve():
+        raise ConfigError(f"--init and --out are both {out}; give the result another directory")
+
+
 def _start(recipe: SftRecipe, out: Path, init: Path | None, device: str) -> M1ForCausalLM:
     out.mkdir(parents=True, exist_ok=True)
     (out / LOG_FILE).write_text("")
     if init is not None:
-        shutil.copyfile(init / "tokenizer.json", out / "tokenizer.json")
+        shutil.copyfile(init / TOKENIZER_FILE, out / TOKENIZER_FILE)
         return load_model(init, device=device)
     rng = random.Random("tokenizer")
     texts = sample_texts(bare_tokenizer(), recipe.tokenizer.texts, rng, recipe.demonstrations)

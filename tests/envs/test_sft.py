@@ -177,3 +177,13 @@ def test_a_saved_tokenizer_loads_again(tmp_path: Path, tokenizer: ChatTokenizer)
     save_tokenizer(train_tokenizer(["hello 12"], 300), tmp_path)
     tok = ChatTokenizer.load(tmp_path)
     assert tok.decode(tok.encode_text("hello 12 é")) == "hello 12 é"
+
+
+def test_a_start_from_nothing_or_from_its_own_result_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(TINY)
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="is no model directory: it has no config"):
+        sft.main(tmp_path / "recipe.toml", out, init=tmp_path / "missing", steps=1)
+    assert not out.exists()
+    with pytest.raises(ConfigError, match="give the result another directory"):
+        sft.main(tmp_path / "recipe.toml", NANO / ".." / "nano", init=NANO, steps=1)
