@@ -1,17 +1,15 @@
-"""Success of a model directory by family at temperature 1, with Wilson's 95 % intervals."""
+"""Success of a model by family at temperature 1, with Wilson's 95 % intervals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.envs import FAMILIES, task_ids
-from m1serve.model.checkpoint import load_model
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.online_rl.sft_rollout import Rollout, play
 
@@ -66,13 +64,6 @@ def measure_success(
     played = play(model, tok, ids, torch.Generator(device).manual_seed(seed))
     by_family = {f: _count([r for r in played if r.task_id.startswith(f"{f}/")]) for f in families}
     return {"all": _count(played), **by_family}
-
-
-def measure_directory(
-    path: Path, split: str, per_family: int, *, seed: int = 0, device: str = "cpu"
-) -> dict[str, Success]:
-    tok = ChatTokenizer.load(path)
-    return measure_success(load_model(path, device=device), tok, split, per_family, seed=seed)
 
 
 def _count(played: Sequence[Rollout]) -> Success:
