@@ -35,6 +35,8 @@ GIVE_UP_FEEDBACK = "m1serve.give_up_feedback"
 RETRAIN = "m1serve.retrain"
 FILE_TRANSPORT = "m1serve.online_rl.file_broker:Transport"
 POLL_S = 0.05
+PREFETCH = 8
+"""The file transport sleeps for POLL_S when it may take no more: 1 caps it at 20 jobs a second."""
 CLOSE_IDLE_S = 5.0
 GIVE_UP_FEEDBACK_S = 30.0
 RESEND_S = 30.0
@@ -135,7 +137,7 @@ def make_celery(settings: Settings, worker: ScoreWorker | None = None) -> Celery
         task_ignore_result=True,
         task_acks_late=True,
         task_reject_on_worker_lost=True,
-        worker_prefetch_multiplier=1,
+        worker_prefetch_multiplier=PREFETCH,
         worker_enable_remote_control=False,
         worker_hijack_root_logger=False,
         worker_send_task_events=False,

@@ -138,7 +138,6 @@ def test_messages_are_json_and_results_are_nowhere(tmp_path: Path) -> None:
     assert app.conf.accept_content == ["json"]
     assert app.conf.result_backend is None
     assert app.conf.task_acks_late
-    assert app.conf.worker_prefetch_multiplier == 1
 
 
 def test_beat_retrains_only_when_asked(tmp_path: Path) -> None:
