@@ -22,7 +22,7 @@ from m1serve.store.records import JournalRecord
 
 logger = logging.getLogger(__name__)
 
-WRITE_WAIT_S = 1.0
+WRITE_WAIT_S = 3.0
 """A disk that hangs for longer holds up no answer."""
 JOURNAL_DEAD = (
     "the journal of this server is dead and nothing can be recorded (its log has the reason): "

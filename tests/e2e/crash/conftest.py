@@ -17,9 +17,9 @@ import openai
 import pytest
 
 FAILURES = (openai.APIError, httpx.HTTPError)
-AIMS = {"train": 0.3, "write": 0.1, "commit": 0.0, "gate": 0.5, "promote": 0.0}
+AIMS = {"train": 0.3, "write": 0.03, "commit": 0.0, "gate": 0.5, "promote": 0.0}
 """Phases of a run that its trainer is killed in, and how many seconds into them at most."""
-JUST_BEFORE = {"commit": "write", "promote": "gate"}
+JUST_BEFORE = {"write": "train", "commit": "write", "promote": "gate"}
 LAST_FENCE = 4
 """A run is given up after five trainers, so the fifth is left alone."""
 AT_WORK = {
