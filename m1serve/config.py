@@ -6,6 +6,7 @@ of M1SERVE_TRAIN__LR.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import re
@@ -210,12 +211,27 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa
         settings = Settings(**flags)
     except ValidationError as error:
         lines = "; ".join(
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})"
+            _unknown_setting(tuple(map(str, e["loc"])))
+            if e["type"] == "extra_forbidden"
+            else f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})"
             for e in error.errors()
         )
         raise ConfigError(f"settings refused: {lines}") from None
     _require_keys(settings.serve)
     return settings
+
+
+def _unknown_setting(place: tuple[str, ...]) -> str:
+    names: list[str] = list(Settings.model_fields)
+    if len(place) > 1:
+        section = Settings.model_fields[place[0]].annotation
+        assert isinstance(section, type)
+        assert issubclass(section, BaseModel)
+        names = list(section.model_fields)
+    near = difflib.get_close_matches(place[-1], names, n=1)
+    where = f"{place[0]} has" if len(place) > 1 else "there are"
+    advice = f"did you mean {near[0]}?" if near else f"{where} {', '.join(names)}"
+    return f"{'.'.join(place)} is no setting; {advice}"
 
 
 def _require_keys(serve: ServeSettings) -> None:

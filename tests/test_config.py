@@ -29,6 +29,21 @@ def test_an_unknown_key_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
         load_settings()
 
 
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ({"serve": {"prot": 1}}, r"serve\.prot is no setting; did you mean port\?"),
+        ({"trian": {"lr": 1}}, r"trian is no setting; did you mean train\?"),
+        ({"gate": {"xyzzy": 1}}, r"gate\.xyzzy is no setting; gate has .*max_turn_tokens"),
+    ],
+)
+def test_an_unknown_key_comes_with_the_one_that_was_meant(
+    flags: dict[str, object], advice: str
+) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        load_settings(**flags)
+
+
 def test_an_unknown_environment_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("M1SERVE_TRAINER__LR", "1")
     with pytest.raises(ConfigError, match="M1SERVE_TRAINER__LR"):
