@@ -102,10 +102,13 @@ def _home(settings: Settings) -> str:
 
 def _model(settings: Settings) -> str:
     from m1serve.chat.tokenizer import ChatTokenizer
-    from m1serve.model.checkpoint import read_config
+    from m1serve.model.checkpoint import read_config, weight_files
+    from m1serve.model.tensor_file import stored_tensors
 
     config = read_config(settings.model_dir)
     tokenizer = ChatTokenizer.load(settings.model_dir)
+    for file in weight_files(settings.model_dir):
+        stored_tensors(file)
     return (
         f"{settings.model_dir}, {config.num_hidden_layers} layers of width {config.hidden_size}, "
         f"{tokenizer.vocab_size} tokens"
@@ -116,7 +119,8 @@ def _database(settings: Settings) -> str:
     if not settings.home.exists() and settings.database_url is None:
         return "none yet; the first `m1serve up` makes it"
     with options.open_store(settings) as store:
-        return f"{len(store.weights.list(settings.model.model_id))} weight versions on record"
+        num = len(store.weights.list(settings.model.model_id))
+    return f"{num} weight version{'' if num == 1 else 's'} on record"
 
 
 def _weights(settings: Settings) -> str:

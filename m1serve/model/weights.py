@@ -40,7 +40,7 @@ from m1serve.model.manifest import (
     read_manifest,
 )
 from m1serve.model.staging import remove_whole, staged
-from m1serve.model.tensor_file import tensor_digests
+from m1serve.model.tensor_file import stored_tensors, tensor_digests
 from m1serve.model.verify import TOKENIZER_FILE, verify_version
 
 __all__ = [
@@ -146,6 +146,9 @@ def import_model_dir(root: Path, *, model_id: str, model_dir: Path) -> Path:
         _check_same(target, files)
         return target
     _check_tokenizer(model_dir / TOKENIZER_FILE, read_config(model_dir).vocab_size)
+    for file in weight_files(model_dir):
+        # a broken file is named where it lies, not by its copy
+        stored_tensors(file)
     with staged(target) as folder:
         serving = folder / SERVING
         serving.mkdir()

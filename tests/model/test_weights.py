@@ -341,6 +341,14 @@ def test_an_incomplete_model_directory_is_refused(tmp_path: Path, model_dir: Pat
         import_model_dir(tmp_path, model_id="tiny", model_dir=partial)
 
 
+def test_a_truncated_file_is_named_where_it_lies(tmp_path: Path, model_dir: Path) -> None:
+    cut = shutil.copytree(model_dir, tmp_path / "cut")
+    file = cut / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(WeightsError, match=f"^{file} is truncated"):
+        import_model_dir(tmp_path / "weights", model_id="tiny", model_dir=cut)
+
+
 def test_a_manifest_is_plain_json_without_pickle(version: Path) -> None:
     raw = json.loads((version / "serving" / "manifest.json").read_text())
     assert raw.keys() == asdict(read_manifest(version)).keys()
