@@ -82,7 +82,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        has = ", ".join(dict.fromkeys(r.path for r in app.routes if isinstance(r, APIRoute)))
+        routes = (r.path.replace(":path}", "}") for r in app.routes if isinstance(r, APIRoute))
+        has = ", ".join(dict.fromkeys(routes))
         message = f"{request.method} {request.url.path}: {error.detail}; this server has {has}"
         code = "method_not_allowed" if error.status_code == 405 else "not_found"
         return error_response(RequestError(message, code=code, status=error.status_code))

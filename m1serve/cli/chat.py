@@ -37,6 +37,8 @@ def chat(
     """Talks to a running server."""
     settings = options.read_settings(config=config, home=home, port=port)
     url = base_url or f"http://{settings.serve.host}:{settings.serve.port}/v1"
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--base-url {url!r} has no scheme; wanted http://HOST:PORT/v1")
     name = model or settings.model.model_id
     if task is not None:
         print(_work_on(task, url=url, model=name, api_key=api_key))
@@ -79,8 +81,13 @@ def _work_on(task_id: str, *, url: str, model: str, api_key: str) -> str:
 
     played = asyncio.run(play())
     if played.failures:
-        raise ConfigError(f"no answer from {url}: {played.failures[0]}; is `m1serve up` running?")
+        raise ConfigError(f"no answer from {url}: {played.failures[0]}{_hint(played.failures[0])}")
     return f"{played.messages[0]['content']}\n\n{transcript(played.messages)}"
+
+
+def _hint(failure: str) -> str:
+    """Only where nobody listened: a server that refused has said why."""
+    return "; is `m1serve up` running?" if "Connection error" in failure else ""
 
 
 def _read_line() -> str:
@@ -97,22 +104,25 @@ def _answer(
     from openai import OpenAIError
 
     content: list[str] = []
+    is_thinking = False
     grey, plain = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
     try:
         for chunk in client.chat.completions.create(model=model, messages=messages, stream=True):
             for choice in chunk.choices:
                 thought = getattr(choice.delta, "reasoning_content", None)
                 if thought and show_thinking:
+                    is_thinking = True
                     print(f"{grey}{thought}{plain}", end="", flush=True)
                 for call in choice.delta.tool_calls or ():
                     if call.function is not None:
                         print(call.function.name or "", call.function.arguments or "", end="")
                 if choice.delta.content:
+                    if is_thinking:
+                        print()
+                        is_thinking = False
                     content.append(choice.delta.content)
                     print(choice.delta.content, end="", flush=True)
     except OpenAIError as error:
-        raise ConfigError(
-            f"no answer from {client.base_url}: {error}; is `m1serve up` running?"
-        ) from None
+        raise ConfigError(f"no answer from {client.base_url}: {error}{_hint(str(error))}") from None
     print()
     return "".join(content)

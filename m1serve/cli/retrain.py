@@ -65,8 +65,8 @@ def wait_for_run(store: Store, run_id: str, *, timeout_s: float) -> RunView:
                 return run
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"run {run_id} is still {run.state} ({run.phase}) after {timeout_s:.0f} s; "
-                    "is `m1serve trainer` running?"
+                    f"run {run_id} is still {f'{run.state} {run.phase}'.strip()} after "
+                    f"{timeout_s:.0f} s; the trainer, part of `m1serve up`, takes it when it runs"
                 )
             status.update(f"run {run_id[:8]}: {run.state} {run.phase}")
             time.sleep(POLL_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,9 +21,21 @@ if TYPE_CHECKING:
     from m1serve.store.views import TrajectoryView
 
 app = typer.Typer(help="Trajectories: list, show, export.", no_args_is_help=True)
-State = Annotated[
-    str | None, typer.Option("--state", help="pending, eligible, consumed, ineligible, ...")
-]
+
+
+class TrajectoryState(StrEnum):
+    """The words of the ledger's state column."""
+
+    PENDING = "pending"
+    ELIGIBLE = "eligible"
+    CLAIMED = "claimed"
+    CONSUMED = "consumed"
+    RELEASED = "released"
+    BURNED = "burned"
+    INELIGIBLE = "ineligible"
+
+
+State = Annotated[TrajectoryState | None, typer.Option("--state", help="Only those.")]
 
 
 @app.command("list")

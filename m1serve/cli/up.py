@@ -62,6 +62,8 @@ def up(
             console.print(f"ended the {name} of an earlier `up` that was killed")
         ports = {"serve.port": settings.serve.port, "serve.admin_port": settings.serve.admin_port}
         require_free(settings.serve.host, ports)
+        if not console.is_terminal:
+            console.print("m1serve is starting")
         with console.status("preparing the store and the first weights"):
             settings = prepare_home(settings)
         try:

@@ -63,7 +63,7 @@ def list_versions(
     for deployment in deployments:
         refused = "" if deployment.is_accepted else f"; refused {deployment.wanted_version}: "
         console.print(
-            f"replica {deployment.replica[:12]} ({deployment.slot}) serves "
+            f"replica {deployment.replica} ({deployment.slot}) serves "
             f"{deployment.weights_version}{refused}{deployment.reason}"
         )
 

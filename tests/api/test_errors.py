@@ -128,6 +128,7 @@ async def test_unknown_routes_and_methods_have_openais_shape(world: Any) -> None
     assert (missing.status_code, wrong.status_code) == (404, 405)
     assert missing.json()["error"]["code"] == "not_found"
     assert "/v1/chat/completions" in missing.json()["error"]["message"]
+    assert "/v1/sessions/{session_id}/end" in missing.json()["error"]["message"]
     assert wrong.json()["error"]["code"] == "method_not_allowed"
     assert "x-request-id" in missing.headers
 

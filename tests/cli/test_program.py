@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from m1serve.config import Settings
 from m1serve.store import Store
 from m1serve.types import Slot, VersionState
 
@@ -73,6 +75,7 @@ def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
     [
         (("weights", "list"), "no database at"),
         (("weights", "list", "--set", "trian.lr=1"), "trian"),
+        (("chat", "hi", "--base-url", "localhost:8000/v1"), "no scheme"),
         (("doctor", "--config", "missing.toml"), "no settings file"),
         (("up", "--port", "8123", "--admin-port", "8123"), "the same port 8123"),
         (("retrain", "--train", "learning_rate=1"), "no such setting: learning_rate"),
@@ -155,6 +158,21 @@ def test_pruning_deletes_files_and_keeps_rows(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["deleted"] == [], done.stderr
     done = m1serve("weights", "list", *where, cwd=tmp_path)
     assert len(json.loads(done.stdout)["versions"]) == 4, done.stderr
+
+
+def test_doctor_names_a_truncated_weights_file(tmp_path: Path) -> None:
+    model = shutil.copytree(Settings().model_dir, tmp_path / "model")
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100_000])
+    done = m1serve("doctor", "--json", "--home", "h", "--model", "model", cwd=tmp_path)
+    findings = {f["subject"]: f for f in json.loads(done.stdout)}
+    assert "truncated: 100000 of" in findings["model"]["text"]
+
+
+def test_an_unknown_trajectory_state_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    done = m1serve("trajectories", "list", "--state", "foo", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "'eligible'" in done.stderr
 
 
 def test_doctor_names_a_broken_model_directory(tmp_path: Path) -> None:
