@@ -22,7 +22,7 @@ help:
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
-	@echo 'setup: $(VENV) with $(TORCH) and the project (a few minutes, about 1.5 GB)'
+	@echo 'setup: $(VENV) with $(TORCH) and the project (a few minutes, about 2 GB)'
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) '$(TORCH)'
 	@$(PIP) -e '.[dev]'

@@ -87,7 +87,8 @@ def _work_on(task_id: str, *, url: str, model: str, api_key: str) -> str:
 
 def _hint(failure: str) -> str:
     """Only where nobody listened: a server that refused has said why."""
-    return "; is `m1serve up` running?" if "Connection error" in failure else ""
+    hint = "; is `m1serve up` running? Another port is --port PORT"
+    return hint if "Connection error" in failure else ""
 
 
 def _read_line() -> str:

@@ -55,7 +55,7 @@ def list_versions(
             f"[bold]{version.state}[/bold]" if version.weights_version == stable else version.state,
             version.parent or "",
             (version.run_id or "")[:8],
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(version.created_at)),
+            _clock(version.created_at),
             version.reason,
         )
     console = wide_console()
@@ -64,8 +64,13 @@ def list_versions(
         refused = "" if deployment.is_accepted else f"; refused {deployment.wanted_version}: "
         console.print(
             f"replica {deployment.replica} ({deployment.slot}) serves "
-            f"{deployment.weights_version}{refused}{deployment.reason}"
+            f"{deployment.weights_version}, as it said at {_clock(deployment.verified_at)}"
+            f"{refused}{deployment.reason}"
         )
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 @app.command("promote")
