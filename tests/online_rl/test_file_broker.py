@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from queue import Empty
 
@@ -43,6 +44,7 @@ def test_a_reader_never_meets_half_a_message(tmp_path: Path) -> None:
             try:
                 message = queue.get_nowait()
             except Empty:
+                time.sleep(0.001)
                 continue
             read.append(message.payload["number"])
             message.ack()
@@ -50,3 +52,24 @@ def test_a_reader_never_meets_half_a_message(tmp_path: Path) -> None:
     writer.join()
     assert sorted(read) == list(range(NUM_MESSAGES))
     assert list((tmp_path / "queue").iterdir()) == []
+
+
+def test_a_binding_is_whole_while_others_create_it(tmp_path: Path) -> None:
+    (tmp_path / "queue").mkdir()
+    with connect(tmp_path) as first, connect(tmp_path) as second:
+        channels = first.channel(), second.channel()
+        for number in range(100):
+            exchange, start = f"exchange{number}", threading.Barrier(2)
+
+            def bind(exchange: str = exchange, start: threading.Barrier = start) -> None:
+                start.wait()
+                channels[0]._queue_bind(exchange, "key", "", "m1serve")
+
+            binder = threading.Thread(target=bind)
+            binder.start()
+            start.wait()
+            seen = [channels[1].get_table(exchange) for _ in range(20)]
+            channels[1]._queue_bind(exchange, "key", "", "m1serve")
+            binder.join()
+            assert all(len(table) in (0, 1) for table in seen)
+            assert [b.queue for b in channels[1].get_table(exchange)] == ["m1serve"]
