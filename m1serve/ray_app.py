@@ -165,7 +165,10 @@ def _start_serve(settings: Settings) -> None:
     try:
         serve.run(ingress_app(settings), name=APP_NAME, route_prefix="/", logging_config=quiet)
     except RuntimeError as error:
-        raise EngineError(f"{error} See {quiet.logs_dir} for what the replicas said.") from None
+        raise EngineError(
+            f"{error} `m1serve doctor` checks the weights; what the replicas said is in "
+            f"{quiet.logs_dir}"
+        ) from None
 
 
 def _run_admin(app: FastAPI, listener: socket.socket) -> None:

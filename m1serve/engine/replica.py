@@ -132,7 +132,9 @@ class EngineReplica:
         """Ray Serve awaits this when the replica has drained."""
         if self._watching is not None:
             self._watching.cancel()
-        await self._engine.close()
+        # after a constructor that raised there is none, and its error is the one to be read
+        if hasattr(self, "_engine"):
+            await self._engine.close()
 
 
 def _start(settings: Settings, version: VersionRef) -> Engine:
