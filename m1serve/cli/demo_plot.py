@@ -51,7 +51,7 @@ def write_plot(report: Report, path: Path) -> None:
         )
     by_family.set(xticks=range(len(families)), xticklabels=families, ylim=(0, 1))
     by_family.tick_params(axis="x", rotation=30)
-    by_family.legend()
+    by_family.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
