@@ -5,10 +5,11 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 import pytest
@@ -54,9 +55,7 @@ async def test_requests_pass_through_ray_and_sigterm_ends_it(tmp_path: Path) -> 
     environment = prepare_home(tmp_path)
     base = f"http://127.0.0.1:{environment['M1SERVE_SERVE__PORT']}"
     with (tmp_path / "log").open("w") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", RUN, env=environment, stdout=log, stderr=log
-        )
+        process = start_server(environment, log)
     try:
         async with httpx.AsyncClient(verify=False, base_url=base) as http:
             await until_healthy(http, process)
@@ -70,7 +69,7 @@ async def test_requests_pass_through_ray_and_sigterm_ends_it(tmp_path: Path) -> 
             health = (await http.get("/health")).json()
     finally:
         process.send_signal(signal.SIGTERM)
-        code = await asyncio.wait_for(process.wait(), 60)
+        code = await asyncio.to_thread(process.wait, 60)
     content = whole.json()["choices"][0]["message"]["content"]
     events = [line for line in streamed.text.splitlines() if line.startswith("data: {")]
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in events]
@@ -89,6 +88,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def start_server(environment: dict[str, str], log: TextIO) -> subprocess.Popen[bytes]:
+    """No asyncio subprocess: its transport may outlive the loop, and warns in other tests then."""
+    return subprocess.Popen([sys.executable, "-c", RUN], env=environment, stdout=log, stderr=log)
 
 
 def prepare_home(root: Path) -> dict[str, str]:
@@ -114,9 +118,9 @@ def prepare_home(root: Path) -> dict[str, str]:
     }
 
 
-async def until_healthy(http: httpx.AsyncClient, process: asyncio.subprocess.Process) -> None:
+async def until_healthy(http: httpx.AsyncClient, process: subprocess.Popen[bytes]) -> None:
     async with asyncio.timeout(120):
-        while process.returncode is None:
+        while process.poll() is None:
             try:
                 if (await http.get("/health")).status_code == 200:
                     return
