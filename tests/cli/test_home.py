@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,11 @@ def test_a_home_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def sleeper(home: Path) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "M1SERVE_HOME": str(home)}
-    return subprocess.Popen(["sleep", "60"], env=environment, start_new_session=True)
+    process = subprocess.Popen(["sleep", "60"], env=environment, start_new_session=True)
+    # Popen returns while the kernel is still exchanging the old environment for the new one
+    while f"M1SERVE_HOME={home}" not in Path(f"/proc/{process.pid}/environ").read_text():
+        time.sleep(0.01)
+    return process
 
 
 def test_leftovers_of_this_home_are_ended(tmp_path: Path) -> None:
