@@ -13,6 +13,8 @@ from kombu.simple import SimpleQueue
 from m1serve.online_rl.tasks import FILE_TRANSPORT
 
 NUM_MESSAGES = 400
+QUEUE = "broker-test"
+"""Its own: kombu keeps one list of bindings a process, whatever the folder."""
 
 
 def connect(folder: Path) -> Connection:
@@ -30,16 +32,17 @@ def test_a_reader_never_meets_half_a_message(tmp_path: Path) -> None:
 
     def write() -> None:
         with connect(tmp_path) as connection:
-            queue = SimpleQueue(connection.channel(), "m1serve")
+            queue = SimpleQueue(connection.channel(), QUEUE)
             for number in range(NUM_MESSAGES):
                 queue.put({"number": number, "padding": "x" * 2000})
             queue.close()
 
     writer = threading.Thread(target=write)
-    writer.start()
     read: list[int] = []
     with connect(tmp_path) as connection:
-        queue = SimpleQueue(connection.channel(), "m1serve")
+        # bound before anything is sent: kombu's threads share what they believe to be bound
+        queue = SimpleQueue(connection.channel(), QUEUE)
+        writer.start()
         while writer.is_alive() or len(read) < NUM_MESSAGES:
             try:
                 message = queue.get_nowait()
