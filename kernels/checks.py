@@ -1,0 +1,155 @@
+"""What the public operators refuse before any launch: each error says what, got and wanted.
+
+Nothing here reads a device tensor's values: shapes, strides and dtypes only, or host data.
+Shapes: T tokens or rows, H heads, D head dim, S slots, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (32, 64, 128)
+
+
+def check_qkv(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
+    """q, k and v [T, H, D]: one dtype of DTYPES, one device, D in HEAD_DIMS, stride 1 along D."""
+    named = {"q": q_THD, "k": k_THD, "v": v_THD}
+    for name, tensor in named.items():
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, wanted [tokens, heads, dim]")
+        if tensor.shape != q_THD.shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, wanted that of q, {list(q_THD.shape)}"
+            )
+        check_last_dim(tensor, name)
+    check_dtypes(q_THD.dtype, **named)
+    check_devices(q_THD.device, **named)
+    if q_THD.shape[1] == 0:
+        raise ValueError(f"q has shape {list(q_THD.shape)}, wanted at least one head")
+    if q_THD.shape[2] not in HEAD_DIMS:
+        raise ValueError(f"head_dim is {q_THD.shape[2]}, wanted one of {HEAD_DIMS}")
+
+
+def check_last_dim(tensor: Tensor, name: str) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has stride {tensor.stride(-1)} along its last dim, wanted 1: "
+            "pass a view that keeps it, or .contiguous()"
+        )
+
+
+def check_dtypes(wanted: torch.dtype, **tensors: Tensor) -> None:
+    """All tensors have the dtype `wanted`, and it is one of DTYPES."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}, wanted one of {DTYPES}")
+        if tensor.dtype != wanted:
+            raise ValueError(f"{name} is {tensor.dtype}, wanted {wanted} as the others")
+
+
+def check_devices(wanted: torch.device, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device != wanted:
+            raise ValueError(f"{name} is on {tensor.device}, wanted {wanted} as the others")
+
+
+def check_slope(slope_H: Tensor, num_heads: int) -> None:
+    """fp32 and contiguous [H]; that slopes are positive is the promise of `decay.slopes`."""
+    if slope_H.shape != (num_heads,):
+        raise ValueError(f"slope has shape {list(slope_H.shape)}, wanted [{num_heads}]: one a head")
+    if slope_H.dtype != torch.float32:
+        raise ValueError(f"slope is {slope_H.dtype}, wanted torch.float32: bf16 decays are wrong")
+    if not slope_H.is_contiguous():
+        raise ValueError(f"slope has stride {slope_H.stride(0)}, wanted 1")
+
+
+def check_pool(pool_SHDD: Tensor, num_heads: int, head_dim: int) -> None:
+    """fp32 [S, H, D, D]; each slot is contiguous, and slots lie any distance apart."""
+    wanted = [num_heads, head_dim, head_dim]
+    if pool_SHDD.dim() != 4 or list(pool_SHDD.shape[1:]) != wanted:
+        raise ValueError(f"pool has shape {list(pool_SHDD.shape)}, wanted [slots, *{wanted}]")
+    if pool_SHDD.dtype != torch.float32:
+        raise ValueError(f"pool is {pool_SHDD.dtype}, wanted torch.float32")
+    num_slots = pool_SHDD.shape[0]
+    if num_slots == 0:
+        return
+    if not pool_SHDD[0].is_contiguous():
+        raise ValueError(
+            f"a slot of the pool has strides {list(pool_SHDD.stride()[1:])}, "
+            f"wanted contiguous {[head_dim * head_dim, head_dim, 1]}"
+        )
+    slot_size = num_heads * head_dim * head_dim
+    if num_slots > 1 and pool_SHDD.stride(0) < slot_size:
+        raise ValueError(
+            f"slots of the pool are {pool_SHDD.stride(0)} values apart, wanted at least {slot_size}"
+        )
+
+
+def check_slots(slots: Sequence[int] | Tensor, pool_SHDD: Tensor) -> list[int]:
+    """The slots as a list of ints: each below S, negative for "none". Reads host data only."""
+    if isinstance(slots, Tensor):
+        check_index_tensor(slots, "slots")
+        if slots.device.type != "cpu":
+            raise ValueError(f"slots are on {slots.device}, wanted a list or a CPU tensor")
+    numbers = _ints(slots, "slots")
+    num_slots = pool_SHDD.shape[0]
+    for place, slot in enumerate(numbers):
+        if slot >= num_slots:
+            raise ValueError(
+                f"slots[{place}] is {slot}, wanted below {num_slots} (the pool's), or -1 for none"
+            )
+    return numbers
+
+
+def check_distinct(slots: Sequence[int]) -> None:
+    """No slot is written twice by one call; negative ones are not written."""
+    taken: dict[int, int] = {}
+    for place, slot in enumerate(slots):
+        if slot < 0:
+            continue
+        if slot in taken:
+            raise ValueError(
+                f"slots[{taken[slot]}] and slots[{place}] are both {slot}, wanted distinct slots: "
+                "each is written once"
+            )
+        taken[slot] = place
+
+
+def check_index_tensor(index_N: Tensor, name: str) -> None:
+    if index_N.dim() != 1:
+        raise ValueError(f"{name} has shape {list(index_N.shape)}, wanted one dim")
+    if index_N.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} is {index_N.dtype}, wanted torch.int32 or torch.int64")
+
+
+def sequence_bounds(cu_seqlens: Sequence[int] | Tensor, num_tokens: int) -> list[int]:
+    """The N + 1 bounds of N packed sequences: from 0, never falling, to `num_tokens`.
+
+    A tensor on a device is copied to the host, which waits for that device.
+    """
+    if isinstance(cu_seqlens, Tensor):
+        check_index_tensor(cu_seqlens, "cu_seqlens")
+    bounds = _ints(cu_seqlens, "cu_seqlens")
+    if not bounds or bounds[0] != 0:
+        raise ValueError(f"cu_seqlens starts with {bounds[:1]}, wanted 0")
+    for place in range(1, len(bounds)):
+        if bounds[place] < bounds[place - 1]:
+            raise ValueError(
+                f"cu_seqlens[{place}] is {bounds[place]} after {bounds[place - 1]}, "
+                "wanted bounds that never fall"
+            )
+    if bounds[-1] != num_tokens:
+        raise ValueError(f"cu_seqlens ends at {bounds[-1]}, wanted {num_tokens}: the tokens of q")
+    return bounds
+
+
+def _ints(values: Sequence[int] | Tensor, name: str) -> list[int]:
+    numbers: list[int] = values.tolist() if isinstance(values, Tensor) else list(values)
+    for place, number in enumerate(numbers):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ValueError(f"{name}[{place}] is {number!r}, wanted an int")
+    return numbers
