@@ -233,31 +233,6 @@ def test_a_bf16_key_buffer_serves_a_bf16_model(config: M1Config) -> None:
     assert model.hidden(token_ids(2, 1), pool)[0].isfinite().all()
 
 
-def test_dense_and_gathered_experts_agree_forward_and_backward(model: M1ForCausalLM) -> None:
-    moe = model.blocks[0].block_sparse_moe
-    x = torch.randn(37, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    chosen = torch.stack([torch.arange(37) % 3, torch.full((37,), 3)], 1)
-    weight = torch.rand(37, 2, generator=torch.Generator().manual_seed(1))
-    results = []
-    for run in (moe.dense, moe.gathered):
-        x.grad = None
-        out = run(x.requires_grad_(), weight, chosen)
-        grads = torch.autograd.grad(out.sin().sum(), [x, moe.w13_X2FE, moe.w2_XEF])
-        results.append((out, *grads))
-    for got, wanted in zip(*results, strict=True):
-        assert gap(got, wanted) < 1e-5
-
-
-def test_an_expert_nobody_chose_costs_nothing_and_gets_no_gradient(model: M1ForCausalLM) -> None:
-    moe = model.blocks[0].block_sparse_moe
-    x = torch.randn(5, model.config.hidden_size)
-    chosen = torch.tensor([[0, 2]] * 5)
-    out = moe.gathered(x, torch.full((5, 2), 0.5), chosen)
-    (grad,) = torch.autograd.grad(out.sum(), [moe.w13_X2FE])
-    assert grad[[1, 3]].abs().max() == 0
-    assert grad[[0, 2]].abs().max() > 0
-
-
 def test_the_balance_loss_is_smallest_when_experts_share_the_work(model: M1ForCausalLM) -> None:
     model.train()
     model(token_ids(4, 30))

@@ -1,0 +1,226 @@
+"""Mixture of experts: fp32 router, SwiGLU experts, each token through its top P, none dropped.
+
+Shapes: N tokens, E hidden, F ff of one expert, X experts, P experts per token. A pick is one
+(token, expert) pair; M = N*P picks sorted by expert are the groups of a grouped matmul.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
+
+from m1serve.kernels.checks import check_devices
+
+_DENSE_ELEMENTS = 1 << 28
+"""Every expert on every token, which never waits for the device, up to this many [X, N, 2F]."""
+
+
+class Routes(NamedTuple):
+    weight_NP: Tensor
+    """fp32; a token's weights sum to 1."""
+    chosen_NP: Tensor
+    """int64 experts, the most probable first."""
+    p_NX: Tensor
+    """fp32 probabilities before the choice, for the balance loss."""
+
+
+def route(x_NE: Tensor, gate_weight_XE: Tensor, num_chosen: int) -> Routes:
+    """Softmax over all experts, the top `num_chosen` renormalised; fp32 under autocast too."""
+    num_experts = gate_weight_XE.shape[0]
+    if not 1 <= num_chosen <= num_experts:
+        raise ValueError(f"num_chosen is {num_chosen}, wanted 1 to {num_experts}, the experts")
+    with torch.autocast(x_NE.device.type, enabled=False):
+        p_NX = torch.softmax(F.linear(x_NE.float(), gate_weight_XE.float()), -1)
+    weight_NP, chosen_NP = p_NX.topk(num_chosen, -1)
+    return Routes(weight_NP / weight_NP.sum(-1, keepdim=True), chosen_NP, p_NX)
+
+
+def grouped_experts(
+    x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, weight_NP: Tensor, chosen_NP: Tensor
+) -> Tensor:
+    """Sum over P of weight * w2 (silu(w1 x) * w3 x), as x; differentiable but for the choice.
+
+    x and the weights of the experts share a dtype (under autocast they need not), `weight_NP` is
+    any float, `chosen_NP` int64 in [0, X): not checked on CUDA, where that would wait. Nothing
+    given is modified. ValueError names a wrong shape, dtype or device.
+
+    bf16 on Hopper runs torch's grouped matmul: no wait for the device, so it can be captured in
+    a CUDA graph; sums in a fixed order, so the same call gives the same bits; a token's result
+    depends on the others through their number alone, which picks the matmul's tile. Other CUDA
+    tensors run every expert on every token while that is small. The rest, CPU included, runs each
+    expert on its tokens: the number of an expert's tokens may change last bits there.
+    """
+    _check(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
+    if not x_NE.shape[0]:
+        return x_NE.clone()
+    if _has_grouped_mm(x_NE, w13_X2FE, w2_XEF):
+        out_NE: Tensor = Grouped.apply(  # type: ignore[no-untyped-call]
+            x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP
+        )
+        return out_NE
+    is_small = w13_X2FE.shape[0] * x_NE.shape[0] * w13_X2FE.shape[1] <= _DENSE_ELEMENTS
+    run = dense if x_NE.is_cuda and is_small else looped
+    return run(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
+
+
+def _check(
+    x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, weight_NP: Tensor, chosen_NP: Tensor
+) -> None:
+    named = {"x": x_NE, "w13": w13_X2FE, "w2": w2_XEF, "weight": weight_NP, "chosen": chosen_NP}
+    for name, num_dims in {"x": 2, "w13": 3, "w2": 3, "weight": 2, "chosen": 2}.items():
+        if named[name].dim() != num_dims:
+            raise ValueError(f"{name} has shape {list(named[name].shape)}, wanted {num_dims} dims")
+    N, E = x_NE.shape
+    X, ff = w2_XEF.shape[0], w2_XEF.shape[2]
+    shapes = {"w2": [X, E, ff], "w13": [X, 2 * ff, E], "chosen": [N, chosen_NP.shape[1]]}
+    shapes["weight"] = shapes["chosen"]
+    for name, wanted in shapes.items():
+        if list(named[name].shape) != wanted:
+            raise ValueError(
+                f"{name} has shape {list(named[name].shape)}, wanted {wanted} for x "
+                f"{[N, E]}, w2 {list(w2_XEF.shape)} and chosen {list(chosen_NP.shape)}"
+            )
+    if not 1 <= chosen_NP.shape[1] <= X:
+        raise ValueError(f"chosen names {chosen_NP.shape[1]} experts a token, wanted 1 to {X}")
+    if chosen_NP.dtype != torch.int64:
+        raise ValueError(f"chosen is {chosen_NP.dtype}, wanted torch.int64")
+    if not weight_NP.is_floating_point():
+        raise ValueError(f"weight is {weight_NP.dtype}, wanted a floating dtype")
+    is_autocast = torch.is_autocast_enabled(x_NE.device.type)
+    for name in ("x", "w13", "w2"):
+        dtype = named[name].dtype
+        if not dtype.is_floating_point or (dtype != w2_XEF.dtype and not is_autocast):
+            raise ValueError(f"{name} is {dtype}, wanted one floating dtype; w2's {w2_XEF.dtype}")
+    check_devices(x_NE.device, **named)
+
+
+def _has_grouped_mm(x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor) -> bool:
+    """Whether torch has a kernel that neither waits for the device nor falls back to a loop.
+
+    On Blackwell it gives experts without tokens wrong weight gradients (pytorch issue 172439).
+    """
+    if not (x_NE.is_cuda and torch.cuda.get_device_capability(x_NE.device)[0] == 9):
+        return False
+    weights = (w13_X2FE, w2_XEF)
+    return all(t.dtype == torch.bfloat16 for t in (x_NE, *weights)) and all(
+        # rows of 16-byte multiples from a 16-byte aligned start
+        w.is_contiguous() and not w.data_ptr() % 16 and not w.shape[-1] % 8
+        for w in weights
+    )
+
+
+class Grouped(torch.autograd.Function):
+    """All experts in one grouped matmul a projection; keeps x and h, and computes the rest again.
+
+    Gathers go both ways through the sort's permutation, so no gradient is summed by atomics.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x_NE: Tensor,
+        w13_X2FE: Tensor,
+        w2_XEF: Tensor,
+        weight_NP: Tensor,
+        chosen_NP: Tensor,
+    ) -> Tensor:
+        X, P = w13_X2FE.shape[0], chosen_NP.shape[1]
+        expert_M, order_M = chosen_NP.flatten().sort(stable=True)
+        # bincount would wait for the device
+        every_X = torch.arange(X, device=expert_M.device)
+        ends_X = torch.searchsorted(expert_M, every_X, right=True, out_int32=True)
+        x_ME = x_NE.index_select(0, order_M // P)
+        h_M2F = F.grouped_mm(x_ME, w13_X2FE.transpose(1, 2), offs=ends_X)
+        a_MF, b_MF = h_M2F.chunk(2, -1)
+        weight_M1 = weight_NP.flatten().index_select(0, order_M).unsqueeze(1)
+        z_MF = F.silu(a_MF).mul_(b_MF).mul_(weight_M1)
+        y_ME = F.grouped_mm(z_MF, w2_XEF.transpose(1, 2), offs=ends_X)
+        every_M = torch.arange(order_M.numel(), device=order_M.device)
+        place_M = torch.empty_like(order_M).scatter_(0, order_M, every_M)
+        ctx.save_for_backward(x_NE, w13_X2FE, w2_XEF, h_M2F, weight_M1, order_M, place_M, ends_X)
+        return _sum_picks(y_ME, place_M, P)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: BackwardCFunction, dout_NE: Tensor) -> tuple[Tensor | None, ...]:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+        x_NE, w13_X2FE, w2_XEF, h_M2F, weight_M1, order_M, place_M, ends_X = saved
+        wanted: tuple[bool, ...] = ctx.needs_input_grad
+        wants_x, wants_w13, wants_w2, wants_weight, _ = wanted
+        P = order_M.numel() // x_NE.shape[0]
+        token_M = order_M // P
+        dx_NE = dw13_X2FE = dw2_XEF = dweight_NP = None
+        a_MF, b_MF = h_M2F.chunk(2, -1)
+        silu_MF = F.silu(a_MF)
+        inner_MF = silu_MF * b_MF
+        dout_ME = dout_NE.index_select(0, token_M)
+        # the gradient of weight * inner
+        dz_MF = F.grouped_mm(dout_ME, w2_XEF, offs=ends_X)
+        if wants_weight:
+            dweight_M = (dz_MF * inner_MF).sum(-1, dtype=torch.float32).index_select(0, place_M)
+            dweight_NP = dweight_M.view(-1, P).to(weight_M1.dtype)
+        if wants_w2:
+            dw2_XEF = F.grouped_mm(dout_ME.t(), inner_MF.mul_(weight_M1), offs=ends_X)
+        del inner_MF, dout_ME
+        dh_M2F = _swiglu_backward(dz_MF.mul_(weight_M1), a_MF, b_MF, silu_MF)
+        del dz_MF, silu_MF
+        if wants_w13:
+            x_ME = x_NE.index_select(0, token_M)
+            dw13_X2FE = F.grouped_mm(dh_M2F.t(), x_ME, offs=ends_X)
+        if wants_x:
+            dx_NE = _sum_picks(F.grouped_mm(dh_M2F, w13_X2FE, offs=ends_X), place_M, P)
+        return dx_NE, dw13_X2FE, dw2_XEF, dweight_NP, None
+
+
+def _swiglu_backward(dinner_MF: Tensor, a_MF: Tensor, b_MF: Tensor, silu_MF: Tensor) -> Tensor:
+    """The gradient [M, 2F] of silu(a) * b; overwrites `dinner_MF`."""
+    num_picks, num_inner = dinner_MF.shape
+    dh_M2F = dinner_MF.new_empty(num_picks, 2 * num_inner)
+    da_MF, db_MF = dh_M2F.chunk(2, -1)
+    torch.mul(dinner_MF, silu_MF, out=db_MF)
+    torch.ops.aten.silu_backward(dinner_MF.mul_(b_MF), a_MF, grad_input=da_MF)
+    return dh_M2F
+
+
+def _sum_picks(y_ME: Tensor, place_M: Tensor, num_chosen: int) -> Tensor:
+    """Each token's rows, added in fp32 and rounded once."""
+    y_NPE = y_ME.index_select(0, place_M).view(-1, num_chosen, y_ME.shape[1])
+    return y_NPE.sum(1)
+
+
+def dense(
+    x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, weight_NP: Tensor, chosen_NP: Tensor
+) -> Tensor:
+    """Every expert on every token, weight 0 where it was not chosen: X/P times the work."""
+    mix_NX = weight_NP.new_zeros(x_NE.shape[0], w2_XEF.shape[0]).scatter(1, chosen_NP, weight_NP)
+    a_XNF, b_XNF = torch.matmul(x_NE, w13_X2FE.transpose(1, 2)).chunk(2, -1)
+    inner_XNF = F.silu(a_XNF) * b_XNF * mix_NX.t().unsqueeze(-1).to(a_XNF.dtype)
+    return torch.matmul(inner_XNF, w2_XEF.transpose(1, 2)).sum(0)
+
+
+def looped(
+    x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, weight_NP: Tensor, chosen_NP: Tensor
+) -> Tensor:
+    """Each expert on its own tokens; waits for the counts, and checks them."""
+    (X, _, _), P = w2_XEF.shape, chosen_NP.shape[1]
+    lowest, highest = (int(bound) for bound in torch.aminmax(chosen_NP))
+    if lowest < 0 or highest >= X:
+        raise ValueError(f"chosen holds {lowest} to {highest}, wanted experts from 0 to {X - 1}")
+    out_NE = torch.zeros_like(x_NE)
+    order_M = chosen_NP.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen_NP.flatten(), minlength=X).tolist()
+    # unbind, not indexing: its backward writes each expert's gradient once
+    experts = zip(torch.split(order_M, counts), w13_X2FE.unbind(), w2_XEF.unbind(), strict=True)
+    for picks, w13_2FE, w2_EF in experts:
+        if not picks.numel():
+            continue
+        token = picks // P
+        a, b = F.linear(x_NE.index_select(0, token), w13_2FE).chunk(2, -1)
+        weight = weight_NP.flatten().index_select(0, picks).unsqueeze(-1)
+        y = F.linear(F.silu(a) * b, w2_EF) * weight.to(x_NE.dtype)
+        out_NE.index_add_(0, token, y)
+    return out_NE
