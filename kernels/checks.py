@@ -89,6 +89,39 @@ def check_pool(pool_SHDD: Tensor, num_heads: int, head_dim: int) -> None:
         )
 
 
+def check_decode(
+    q_BHD: Tensor,
+    k_BHD: Tensor,
+    v_BHD: Tensor,
+    slope_H: Tensor,
+    pool_SHDD: Tensor,
+    slot_B: Tensor,
+    out_BHD: Tensor | None = None,
+) -> None:
+    """All of one decode step. Slots on a device are not read: only their number and dtype count."""
+    check_qkv(q_BHD, k_BHD, v_BHD)
+    B, H, D = q_BHD.shape
+    check_slope(slope_H, H)
+    check_pool(pool_SHDD, H, D)
+    check_index_tensor(slot_B, "slots")
+    if slot_B.shape != (B,):
+        raise ValueError(f"slots has shape {list(slot_B.shape)}, wanted [{B}]: one a row of q")
+    check_devices(q_BHD.device, slope=slope_H, pool=pool_SHDD, slots=slot_B)
+    if slot_B.device.type == "cpu":
+        check_distinct(check_slots(slot_B, pool_SHDD))
+    if out_BHD is not None:
+        check_out(out_BHD, q_BHD)
+
+
+def check_out(out_THD: Tensor, q_THD: Tensor) -> None:
+    """A caller's output has q's shape, dtype and device and stride 1 along D."""
+    if out_THD.shape != q_THD.shape:
+        raise ValueError(f"out has shape {list(out_THD.shape)}, wanted {list(q_THD.shape)} as q")
+    check_last_dim(out_THD, "out")
+    check_dtypes(q_THD.dtype, out=out_THD)
+    check_devices(q_THD.device, out=out_THD)
+
+
 def check_slots(slots: Sequence[int] | Tensor, pool_SHDD: Tensor) -> list[int]:
     """The slots as a list of ints: each below S, negative for "none". Reads host data only."""
     if isinstance(slots, Tensor):

@@ -1,0 +1,157 @@
+"""Every Triton kernel compiles for an H100/H200 (sm_90) without a GPU, in registers alone.
+
+One child process without the interpreter compiles all of CASES (this file run as a script). To add
+a kernel, add its launches to CASES: each argument is a type ("*bf16/16": a pointer divisible by 16,
+"i32", "i64/16", "tensordesc<bf16[64, 128]>"), anything else is the value of a constexpr.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAX_SHARED_BYTES = 227 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    name: str
+    module: str
+    kernel: str
+    arguments: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    error: str = ""
+    registers: int = 0
+    local_bytes: int = 0
+    """Bytes a thread keeps in local memory: what the registers could not hold."""
+    shared_bytes: int = 0
+
+
+def decode_case(dtype: str, head_dim: int, block_v: int, num_warps: int, silu: bool) -> Case:
+    pointers = ("q_BHD", "k_BHD", "v_BHD", "o_BHD")
+    strides = [f"{name}_{dim}" for name in "qkvo" for dim in ("row", "head")]
+    return Case(
+        name=f"decode-{dtype}-D{head_dim}-V{block_v}-w{num_warps}" + ("-silu" if silu else ""),
+        module="m1serve.kernels.decode",
+        kernel="_decode",
+        num_warps=num_warps,
+        arguments={
+            **dict.fromkeys(pointers, f"*{dtype}/16"),
+            "slope_H": "*fp32/16",
+            "pool_SHDD": "*fp32/16",
+            "slot_B": "*i64/16",
+            **dict.fromkeys(strides, "i32/16"),
+            "pool_slot": "i32/16",
+            "SILU": silu,
+            "D": head_dim,
+            "BLOCK_V": block_v,
+        },
+    )
+
+
+CASES = [
+    decode_case("bf16", 128, 64, 4, True),
+    decode_case("bf16", 128, 32, 4, True),
+    decode_case("fp32", 128, 64, 4, False),
+    decode_case("fp16", 64, 64, 4, True),
+    decode_case("bf16", 32, 32, 4, True),
+]
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Build]:
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed: nothing can be compiled")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: Build(**build) for name, build in json.loads(done.stdout).items()}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_the_kernel_compiles_for_sm_90_without_spilling(
+    builds: dict[str, Build], name: str
+) -> None:
+    build = builds[name]
+    assert build.error == ""
+    assert build.local_bytes == 0, f"spills: {build}"
+    assert build.shared_bytes <= MAX_SHARED_BYTES, build
+    assert 0 < build.registers <= 255
+
+
+def build_case(case: Case) -> Build:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(case.module), case.kernel)
+    signature, constants, divisible = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        value = case.arguments[name]
+        if not isinstance(value, str):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        signature[name], _, divisor = value.partition("/")
+        if divisor:
+            divisible[(place,)] = [["tt.divisibility", int(divisor)]]
+    built = triton.compile(
+        ASTSource(kernel, signature, constants, divisible),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+    )
+    usage = resource_usage(built.asm["cubin"])
+    return Build(
+        registers=usage["REG"],
+        local_bytes=usage["STACK"] + usage["LOCAL"],
+        shared_bytes=built.metadata.shared,
+    )
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """REG, STACK, SHARED, LOCAL, ... of a cubin's only kernel, in the words of cuobjdump."""
+    import triton.backends.nvidia as backend
+
+    tool = Path(backend.__path__[0]) / "bin" / "cuobjdump"
+    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
+    path.write_bytes(cubin)
+    said = subprocess.run(
+        [tool, "-res-usage", path], capture_output=True, text=True, check=True
+    ).stdout
+    return {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", said)}
+
+
+def main() -> None:
+    builds: dict[str, Build] = {}
+    for case in CASES:
+        try:
+            builds[case.name] = build_case(case)
+        # one kernel that does not compile must not hide the others
+        except Exception as error:  # noqa: BLE001
+            builds[case.name] = Build(error=f"{type(error).__name__}: {error}")
+    sys.stdout.write(json.dumps({name: dataclasses.asdict(b) for name, b in builds.items()}))
+
+
+if __name__ == "__main__":
+    main()
