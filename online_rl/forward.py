@@ -1,6 +1,6 @@
 """Teacher-forced logprobs of a microbatch's trained tokens, the shared prefix run once.
 
-B rows, T tokens after the prefix, N trained tokens of all rows, row by row.
+B rows, T tokens after the prefix, E hidden, N trained tokens of all rows, row by row.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def trained_logprobs(model: M1ForCausalLM, micro: Microbatch) -> Tensor:
         prefix_1T = torch.tensor([micro.rows[0].sample.token_ids[:prefix]], device=device)
         state = model.hidden(prefix_1T)[1].expand(len(micro.rows))
     hidden_BTE, _ = model.hidden(ids_BT[:, :-1], state)
-    logp_NV = torch.log_softmax(model.logits(hidden_BTE[is_trained_BT]), -1)
-    return logp_NV.gather(1, ids_BT[:, 1:][is_trained_BT][:, None]).squeeze(1)
+    trained_NE, token_N = hidden_BTE[is_trained_BT], ids_BT[:, 1:][is_trained_BT]
+    return model.token_logprobs(trained_NE, token_N).logprob_T
 
 
 def token_streams(micro: Microbatch, device: torch.device | str = "cpu") -> TokenStreams:

@@ -1,6 +1,6 @@
 """Ragged prompt reading: rows of different lengths in one forward, padded on the right."""
 
-# B rows read together, T tokens, E hidden, V vocabulary
+# B rows read together, T tokens, E hidden
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from torch import Tensor
 from m1serve.engine.generation import Sequence
 from m1serve.engine.slots import SlotPool
 from m1serve.model.hybrid import M1ForCausalLM
-
-_LOGIT_ROWS = 256
-"""Prompt positions whose logits exist at one time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +55,8 @@ def read_together(model: M1ForCausalLM, pool: SlotPool, readings: Rows[Reading])
 
 def _note_prompt_logprobs(model: M1ForCausalLM, reading: Reading, hidden_TE: Tensor) -> None:
     sequence, start = reading.sequence, reading.sequence.num_read
-    next_T = torch.tensor(sequence.unread[start + 1 : reading.end + 1], device=hidden_TE.device)
-    for at in range(0, len(next_T), _LOGIT_ROWS):
-        next_t1 = next_T[at : at + _LOGIT_ROWS, None]
-        logits_tV = model.logits(hidden_TE[at : at + len(next_t1)])
-        logprob_t1 = torch.log_softmax(logits_tV, -1).gather(1, next_t1)
-        sequence.generation.prompt_logprobs += logprob_t1.squeeze(1).tolist()
+    next_ids = sequence.unread[start + 1 : reading.end + 1]
+    # the dtype is said for the empty tensor, after a prompt's last token
+    next_T = torch.tensor(next_ids, dtype=torch.long, device=hidden_TE.device)
+    logprob_T, _ = model.token_logprobs(hidden_TE[: len(next_T)], next_T)
+    sequence.generation.prompt_logprobs += logprob_T.tolist()

@@ -1,6 +1,6 @@
 """Golden sequences: logprobs recorded when a version is written, reproduced by whoever loads it.
 
-Shapes: T tokens, V vocabulary, B rows.
+Shapes: T tokens, E hidden, V vocabulary, B rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def sequence_logprobs(model: M1ForCausalLM, token_ids: Sequence[int]) -> Tensor:
     """fp32 [T - 1] on the CPU: log p of each token after the first, given those before it."""
     device = model.lm_head.weight.device
     ids_1T = torch.tensor([list(token_ids)], device=device)
-    logprobs_TV = torch.log_softmax(model(ids_1T)[0, :-1], -1)
-    return logprobs_TV.gather(-1, ids_1T[0, 1:, None]).squeeze(-1).cpu()
+    hidden_1TE, _ = model.hidden(ids_1T)
+    return model.token_logprobs(hidden_1TE[0, :-1], ids_1T[0, 1:]).logprob_T.cpu()
 
 
 def record_golden(model: M1ForCausalLM, sequences: Sequence[Sequence[int]]) -> tuple[Golden, ...]:

@@ -1,6 +1,6 @@
 """M1ForCausalLM: training, prefill and decode are one forward.
 
-Shapes: B rows, T tokens, E hidden, V vocabulary.
+Shapes: B rows, T tokens, E hidden, V vocabulary; N tokens of any rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from m1serve.kernels.logprobs import LinearLogprobs, linear_logprobs
 from m1serve.model.block import Block
 from m1serve.model.config import M1Config
 from m1serve.model.linear import Embedding, Linear
@@ -75,6 +76,13 @@ class M1ForCausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [..., V]: operands as stored, products and sums in fp32."""
         return F.linear(hidden.float(), self.lm_head.weight.float())
+
+    def token_logprobs(self, hidden_NE: Tensor, token_N: Tensor) -> LinearLogprobs:
+        """fp32 log p of each token, [N], after what its hidden state has seen, and the entropy.
+
+        As log_softmax of `logits`, which never exist all at once. Differentiable.
+        """
+        return linear_logprobs(hidden_NE, self.lm_head.weight, token_N)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         return self.logits(self.hidden(ids_BT)[0])
