@@ -203,6 +203,16 @@ def test_a_cast_of_the_model_never_rounds_the_decay(model: M1ForCausalLM) -> Non
     assert torch.equal(attention.slopes_on(torch.device("cpu")), slopes(4, 4, 0))
 
 
+def test_token_logprobs_are_log_softmax_of_the_logits(model: M1ForCausalLM) -> None:
+    ids = token_ids(2, 20)
+    hidden, _ = model.hidden(ids[:, :-1])
+    wanted = torch.log_softmax(model.logits(hidden), -1).gather(-1, ids[:, 1:, None]).flatten()
+    got = model.token_logprobs(hidden.flatten(0, 1), ids[:, 1:].flatten()).logprob_T
+    assert gap(got, wanted) < 1e-6
+    by_fused, by_plain = (torch.autograd.grad(t.sum(), hidden)[0] for t in (got, wanted))
+    assert gap(by_fused, by_plain) < 1e-5
+
+
 def test_a_model_that_served_can_be_trained(model: M1ForCausalLM) -> None:
     ids = token_ids(2, 20)
     with torch.inference_mode():
