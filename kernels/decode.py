@@ -54,6 +54,8 @@ def decode(
         pool_SHDD.stride(0),
         SILU=silu,
         D=D,
+        # said, because triton 3.9 warns where its default is taken
+        enable_fp_fusion=True,
         **options,
     )
     return o_BHD

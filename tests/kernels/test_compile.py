@@ -66,12 +66,37 @@ def decode_case(dtype: str, head_dim: int, block_v: int, num_warps: int, silu: b
     )
 
 
+def norm_case(kernel: str, dtype: str, inner: int, block_i: int, num_warps: int) -> Case:
+    rows = ("dy_TI", "x_TI", "gate_TI", "y_TI", "dx_TI", "dgate_TI", "weight_I")
+    return Case(
+        name=f"norm{kernel}-{dtype}-{inner}",
+        module="m1serve.kernels.norm_triton",
+        kernel=kernel,
+        num_warps=num_warps,
+        arguments={
+            **dict.fromkeys(rows, f"*{dtype}/16"),
+            **dict.fromkeys(("r_T", "dweight_PI"), "*fp32/16"),
+            **dict.fromkeys(("x_row", "gate_row"), "i32/16"),
+            "num_inner": "i32" if inner % 16 else "i32/16",
+            **dict.fromkeys(("num_tokens", "run"), "i32"),
+            "eps": "fp32",
+            "BLOCK_I": block_i,
+        },
+    )
+
+
 CASES = [
     decode_case("bf16", 128, 64, 4, True),
     decode_case("bf16", 128, 32, 4, True),
     decode_case("fp32", 128, 64, 4, False),
     decode_case("fp16", 64, 64, 4, True),
     decode_case("bf16", 32, 32, 4, True),
+    norm_case("_forward", "bf16", 8192, 8192, 8),
+    norm_case("_backward", "bf16", 8192, 8192, 32),
+    norm_case("_forward", "fp32", 8192, 8192, 8),
+    norm_case("_backward", "fp32", 8192, 8192, 32),
+    norm_case("_forward", "fp32", 1000, 1024, 4),
+    norm_case("_backward", "fp32", 1000, 1024, 4),
 ]
 
 
@@ -119,7 +144,11 @@ def build_case(case: Case) -> Build:
     built = triton.compile(
         ASTSource(kernel, signature, constants, divisible),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+        options={
+            "num_warps": case.num_warps,
+            "num_stages": case.num_stages,
+            "enable_fp_fusion": True,
+        },
     )
     usage = resource_usage(built.asm["cubin"])
     return Build(
