@@ -2,7 +2,7 @@
 
 One child process without the interpreter compiles all of CASES (this file run as a script). To add
 a kernel, add its launches to CASES: each argument is a type ("*bf16/16": a pointer divisible by 16,
-"i32", "i64/16", "tensordesc<bf16[64, 128]>"), anything else is the value of a constexpr.
+"i32", "i64/16", "tensordesc<bf16[64, 128]>"), or the value of a constexpr or an absent pointer.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def build_case(case: Case) -> Build:
     signature, constants, divisible = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         value = case.arguments[name]
-        if not isinstance(value, str):
+        if kernel.params[place].is_constexpr or value is None:
             signature[name], constants[name] = "constexpr", value
             continue
         signature[name], _, divisor = value.partition("/")

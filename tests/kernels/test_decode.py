@@ -118,7 +118,7 @@ def test_a_fused_silu_is_that_of_torch(device: torch.device, dtype: torch.dtype)
     fused = decode(*qkv, slope, fused_pool, slots, silu=True)
     plain = decode(*(F.silu(t) for t in qkv), slope, pool, slots)
     # an exponential off by one fp32 ulp may round a value to the neighbour
-    bound = 2e-4 if dtype != torch.float32 else 1e-6
+    bound = 1e-3 if dtype != torch.float32 else 3e-6
     assert worst_head(fused[LIVE], plain[LIVE]) < bound
     assert worst_head(fused_pool[LIVE_SLOTS], pool[LIVE_SLOTS]) < bound
 
