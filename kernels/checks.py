@@ -89,6 +89,15 @@ def check_pool(pool_SHDD: Tensor, num_heads: int, head_dim: int) -> None:
         )
 
 
+def check_states(state_NHDD: Tensor, count: int, num_heads: int, head_dim: int) -> None:
+    """fp32 [N, H, D, D] of any strides."""
+    wanted = [count, num_heads, head_dim, head_dim]
+    if list(state_NHDD.shape) != wanted:
+        raise ValueError(f"the initial state has shape {list(state_NHDD.shape)}, wanted {wanted}")
+    if state_NHDD.dtype != torch.float32:
+        raise ValueError(f"the initial state is {state_NHDD.dtype}, wanted torch.float32")
+
+
 def check_decode(
     q_BHD: Tensor,
     k_BHD: Tensor,

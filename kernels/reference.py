@@ -2,8 +2,8 @@
 
     S_t = exp(-s) S_{t-1} + k_t v_t^T        o_t = q_t S_t
 
-Both are differentiable, compute in float64 when given float64, else in fp32, and are the oracle
-of every other kernel.
+Both are differentiable. All here compute in float64 when given float64, else in fp32, and are the
+oracle of every other kernel.
 Shapes: B rows, T tokens, H heads, D head dim (state: key dim x value dim), N chunks of C tokens.
 """
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from m1serve.kernels.plan import Piece
 
 CHUNK = 64
 
@@ -102,6 +104,58 @@ def lightning_step_(
         k_BHD1 = k_BHD1 * is_real_B111
     state_BHDD.mul_(decay_bH11).addcmul_(k_BHD1, v_BHD.unsqueeze(-2))
     return (q_BHD.unsqueeze(-2) @ state_BHDD).squeeze(-2)
+
+
+def lightning_decode_pool(
+    q_BHD: Tensor,
+    k_BHD: Tensor,
+    v_BHD: Tensor,
+    slope_H: Tensor,
+    pool_SHDD: Tensor,
+    slot_B: Tensor,
+    *,
+    silu: bool = False,
+) -> Tensor:
+    """`lightning_step_` on slots of a pool, outputs in q's dtype; negative slots give zeros."""
+    if silu:
+        q_BHD, k_BHD, v_BHD = (F.silu(t) for t in (q_BHD, k_BHD, v_BHD))
+    o_BHD = torch.zeros_like(q_BHD, memory_format=torch.contiguous_format)
+    rows = (slot_B >= 0).nonzero().squeeze(1)
+    slots = slot_B[rows].long()
+    state_RHDD = pool_SHDD[slots]
+    q_RHD, k_RHD, v_RHD = (_exact(t[rows]) for t in (q_BHD, k_BHD, v_BHD))
+    o_BHD[rows] = lightning_step_(q_RHD, k_RHD, v_RHD, slope_H, state_RHDD).to(q_BHD.dtype)
+    pool_SHDD[slots] = state_RHDD
+    return o_BHD
+
+
+def walk_pieces(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    o_THD: Tensor,
+    slope_H: Tensor,
+    pieces: tuple[Piece, ...],
+    source_SHDD: Tensor | None,
+    target_SHDD: Tensor | None,
+    *,
+    reverse: bool = False,
+) -> None:
+    """What `prefill.run_pieces` does, in torch: one piece after the other."""
+    for piece in pieces:
+        span = slice(piece.row, piece.row + piece.num_tokens)
+        q, k, v = (
+            t[None, span].flip(1) if reverse else t[None, span] for t in (q_THD, k_THD, v_THD)
+        )
+        has_source = source_SHDD is not None and piece.source >= 0
+        before = source_SHDD[piece.source][None] if has_source and source_SHDD is not None else None
+        if piece.num_tokens:
+            o, after = lightning_chunked(q, k, v, slope_H, before)
+            o_THD[span] = o[0].flip(0) if reverse else o[0]
+        else:
+            after = _start(_exact(q_THD)[None], before)
+        if target_SHDD is not None and piece.target >= 0:
+            target_SHDD[piece.target] = after[0]
 
 
 def _exact(t: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from m1serve.kernels.decay import slopes
-from m1serve.kernels.lightning import lightning_decode, lightning_prefill
+from m1serve.kernels.lightning import lightning_rows, lightning_rows_step
+from m1serve.kernels.norm import gated_rms_norm
 from m1serve.model.config import M1Config
 from m1serve.model.linear import Linear
 from m1serve.model.rmsnorm import RMSNorm
@@ -45,17 +46,18 @@ class LightningAttention(nn.Module):
         B, T, _ = h_BTE.shape
         H, D = self.config.num_attention_heads, self.config.head_dim
         # rows of qkv_proj are interleaved a head: q, k, v of head 0, then of head 1
-        qkv = F.silu(self.qkv_proj(h_BTE).float()).view(B, T, H, 3 * D)
-        q_BTHD, k_BTHD, v_BTHD = torch.split(qkv, D, -1)
-        o_BTHD = (self._decode if T == 1 else self._prefill)(q_BTHD, k_BTHD, v_BTHD, state, step)
-        o_BTI = self.norm(o_BTHD.reshape(B, T, H * D))
-        y_BTE: Tensor = self.out_proj(torch.sigmoid(self.output_gate(h_BTE)) * o_BTI)
+        qkv = self.qkv_proj(h_BTE).view(B, T, H, 3 * D)
+        o_BTHD = (self._decode if T == 1 else self._prefill)(qkv, state, step)
+        gate_BTI = self.output_gate(h_BTE)
+        o_NI = gated_rms_norm(
+            o_BTHD.reshape(B * T, H * D), gate_BTI.flatten(0, 1), self.norm.weight, self.norm.eps
+        )
+        y_BTE: Tensor = self.out_proj(o_NI.to(gate_BTI.dtype).view(B, T, H * D))
         return y_BTE
 
-    def _prefill(
-        self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, state: SequenceState, step: Step
-    ) -> Tensor:
-        o_BTHD, after_BHDD = lightning_prefill(
+    def _prefill(self, qkv_BTH3D: Tensor, state: SequenceState, step: Step) -> Tensor:
+        q_BTHD, k_BTHD, v_BTHD = torch.split(F.silu(qkv_BTH3D), self.config.head_dim, -1)
+        o_BTHD, after_BHDD = lightning_rows(
             q_BTHD,
             k_BTHD,
             v_BTHD,
@@ -66,19 +68,19 @@ class LightningAttention(nn.Module):
         state.put_lightning(self.layer, after_BHDD)
         return o_BTHD
 
-    def _decode(
-        self, q_B1HD: Tensor, k_B1HD: Tensor, v_B1HD: Tensor, state: SequenceState, step: Step
-    ) -> Tensor:
-        B, _, H, D = q_B1HD.shape
+    def _decode(self, qkv_B1H3D: Tensor, state: SequenceState, step: Step) -> Tensor:
+        B, _, H, _ = qkv_B1H3D.shape
+        D = self.config.head_dim
+        q_BHD, k_BHD, v_BHD = torch.split(qkv_B1H3D[:, 0], D, -1)
         s_BHDD = state.lightning.get(self.layer)
         if s_BHDD is None:
-            s_BHDD = q_B1HD.new_zeros(B, H, D, D)
+            s_BHDD = torch.zeros(B, H, D, D, device=qkv_B1H3D.device)
         elif not state.fixed_capacity:
             s_BHDD = s_BHDD.clone(memory_format=torch.contiguous_format)
         slope_H = self.slopes_on(s_BHDD.device)
-        o_BHD = lightning_decode(
-            q_B1HD[:, 0], k_B1HD[:, 0], v_B1HD[:, 0], slope_H, s_BHDD, step.count_B
-        )
+        o_BHD = lightning_rows_step(
+            q_BHD, k_BHD, v_BHD, slope_H, s_BHDD, step.count_B, silu=True
+        )  # fmt: skip
         if not state.fixed_capacity:
             state.lightning[self.layer] = s_BHDD
         return o_BHD.unsqueeze(1)

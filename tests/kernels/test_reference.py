@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from m1serve.kernels.decay import slopes
-from m1serve.kernels.lightning import lightning_decode, lightning_prefill
+from m1serve.kernels.lightning import lightning_rows, lightning_rows_step
 from m1serve.kernels.reference import lightning_chunked, lightning_recurrent
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
@@ -79,7 +79,7 @@ def test_the_head_that_forgets_fastest_is_exact_in_fp32() -> None:
     slope = slopes(64, 80, 0)[[0, 31, 62, 63]]
     q, k, v = inputs(300)
     wanted, _ = lightning_recurrent(q, k, v, slope, some_state())
-    got, state = lightning_prefill(q.float(), k.float(), v.float(), slope, some_state().float())
+    got, state = lightning_rows(q.float(), k.float(), v.float(), slope, some_state().float())
     assert got.dtype == state.dtype == torch.float32
     squares = [(t**2).sum((0, 1, 3)) for t in (got - wanted, wanted)]
     assert (squares[0] / squares[1]).sqrt().max() < 1e-5
@@ -87,7 +87,7 @@ def test_the_head_that_forgets_fastest_is_exact_in_fp32() -> None:
 
 def test_bf16_inputs_keep_an_fp32_state() -> None:
     q, k, v = inputs(20, torch.bfloat16)
-    o, state = lightning_prefill(q, k, v, SLOPE)
+    o, state = lightning_rows(q, k, v, SLOPE)
     assert o.dtype == state.dtype == torch.float32
 
 
@@ -96,7 +96,7 @@ def test_decode_updates_the_callers_state_and_spares_rows_without_a_token() -> N
     state = some_state().float()
     wanted, wanted_state = lightning_recurrent(q, k, v, SLOPE, state)
     before = state.clone()
-    got = lightning_decode(q[:, 0], k[:, 0], v[:, 0], SLOPE, state, torch.tensor([1, 0, 1]))
+    got = lightning_rows_step(q[:, 0], k[:, 0], v[:, 0], SLOPE, state, torch.tensor([1, 0, 1]))
     assert torch.allclose(got[[0, 2]], wanted[[0, 2], 0], rtol=1e-5, atol=1e-5)
     assert torch.allclose(state[[0, 2]], wanted_state[[0, 2]], rtol=1e-5, atol=1e-6)
     assert torch.equal(state[1], before[1])

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+
+from m1serve.kernels.plan import (
+    CHUNK,
+    MIN_SEGMENT,
+    NO_SLOT,
+    Piece,
+    Plan,
+    Snapshot,
+    make_plan,
+    rounds,
+)
+
+M1_HEADS, SHARD_HEADS, D, SMS = 64, 8, 128, 132
+
+
+def covered(plan: Plan) -> list[int]:
+    return sorted(row for item in plan.items for row in range(item.row, item.row + item.num_tokens))
+
+
+def test_many_heads_walk_each_sequence_whole() -> None:
+    pieces = (Piece(0, 65_536, NO_SLOT, 0), Piece(65_536, 100, 3, 1))
+    assert make_plan(pieces, M1_HEADS, D, SMS) == Plan(items=pieces)
+
+
+def test_few_heads_cut_a_long_sequence_into_one_wave_of_segments() -> None:
+    plan = make_plan((Piece(10, 262_144 + 7, 5, 9),), SHARD_HEADS, D, SMS)
+    assert len(plan.items) == 8
+    assert covered(plan) == list(range(10, 10 + 262_144 + 7))
+    assert all(item.num_tokens % CHUNK == 0 for item in plan.items[:-1])
+    assert [item.target for item in plan.items] == [NO_SLOT] * 7 + [9]
+    # the last segment's own state has no reader
+    last = plan.items[-1]
+    assert all(run.row + run.num_tokens <= last.row for run in plan.runs)
+    assert sum(run.num_tokens for run in plan.runs) == last.row - 10
+    assert [run.start_of for run in plan.runs if run.start_of >= 0] == list(range(7))
+    (chain,) = plan.chains
+    assert (chain.first, chain.last, chain.source, chain.final) == (0, len(plan.runs), 5, 7)
+
+
+def test_a_walk_backwards_cuts_from_the_end() -> None:
+    plan = make_plan((Piece(0, 65_536 + 7, NO_SLOT, 2),), SHARD_HEADS, D, SMS, reverse=True)
+    assert covered(plan) == list(range(65_536 + 7))
+    assert plan.items[0].row + plan.items[0].num_tokens == 65_536 + 7
+    assert plan.items[-1].row == 0
+    assert plan.items[-1].target == 2
+    assert plan.runs[0].row + plan.runs[0].num_tokens == 65_536 + 7
+
+
+def test_a_long_sequence_is_cut_beside_short_ones() -> None:
+    pieces = (Piece(0, 100, 4, 4), *(Piece(100 + i, 1) for i in range(9)), Piece(109, 65_536, 1, 1))
+    plan = make_plan(pieces, SHARD_HEADS, D, SMS)
+    assert len(plan.items) == 10 + 8
+    assert covered(plan) == list(range(109 + 65_536))
+    # with start states, a whole sequence's own state is copied among them
+    first = next(item for item in plan.items if item.row == 0)
+    assert [chain.source for chain in plan.chains if chain.final == first.source] == [4]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 63, MIN_SEGMENT, 2 * MIN_SEGMENT - 1])
+def test_what_is_short_stays_whole(num_tokens: int) -> None:
+    pieces = (Piece(0, num_tokens, 0, 1),)
+    assert make_plan(pieces, 1, D, SMS) == Plan(items=pieces)
+
+
+def test_snapshots_end_one_piece_and_start_the_next() -> None:
+    launches = rounds([0, 100, 150], [NO_SLOT, 7], [0, 1], [Snapshot(0, 90, 3), Snapshot(0, 30, 2)])
+    assert launches == [
+        (Piece(0, 30, NO_SLOT, 2), Piece(100, 50, 7, 1)),
+        (Piece(30, 60, 2, 3),),
+        (Piece(90, 10, 3, 0),),
+    ]
+
+
+def test_a_snapshot_after_the_last_token_leaves_an_empty_piece() -> None:
+    launches = rounds([0, 5], [NO_SLOT], [1], [Snapshot(0, 5, 0)])
+    assert launches == [(Piece(0, 5, NO_SLOT, 0),), (Piece(5, 0, 0, 1),)]
