@@ -26,11 +26,10 @@ from m1serve.kernels.bench_inputs import (
 from m1serve.kernels.bench_ours import M1serve
 from m1serve.kernels.bench_peers import Peer
 from m1serve.kernels.bench_report import OURS
-from m1serve.kernels.lightning import lightning_attention, lightning_prefill
+from m1serve.kernels.lightning import lightning_attention
 
 BARS = {torch.bfloat16: 3e-3, torch.float16: 3e-3, torch.float32: 1e-5}
 LENGTHS = (1, 63, 64, 65, 127, 300, 500, 4097)
-SPLITS = (1, 129, 1, 300, 69)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +71,10 @@ def forward_checks(setting: Setting) -> Iterator[CheckCase]:
         for layer in setting.layers:
             for length in setting.lengths:
                 for is_continued in (False, True):
-                    sequences = _later(setting, [length], layer, dtype, is_continued)
+                    sequences = later(setting, [length], layer, dtype, is_continued)
                     name = f"T={length} layer {layer}" + " from a state" * is_continued
                     yield _forward(name, dtype, bar, sequences)
-            ragged = _later(setting, [1, 65, 300, 63], layer, dtype, True)
+            ragged = later(setting, [1, 65, 300, 63], layer, dtype, True)
             yield _forward(f"ragged layer {layer} from states", dtype, bar, ragged)
 
 
@@ -83,7 +82,7 @@ def head_dim_checks(setting: Setting) -> Iterator[CheckCase]:
     """The other head sizes, forwards and backwards."""
     for head_dim in (32, 64):
         for dtype, bar in BARS.items():
-            sequences = _later(setting, [65, 300], 0, dtype, True, head_dim)
+            sequences = later(setting, [65, 300], 0, dtype, True, head_dim)
             yield _forward(f"D={head_dim} ragged layer 0 from states", dtype, bar, sequences)
             yield _backward(f"D={head_dim} ragged layer 0 from states", dtype, bar, sequences)
 
@@ -96,7 +95,7 @@ def share_checks(setting: Setting) -> Iterator[CheckCase]:
         few = replace(setting, heads=heads)
         for length in (20_000, 65_553):
             for dtype in (torch.bfloat16, torch.float32):
-                sequences = _later(few, [length], layer, dtype, True)
+                sequences = later(few, [length], layer, dtype, True)
                 name = f"H=8 T={length} layer {layer} from a state"
                 yield _forward(name, dtype, BARS[dtype], sequences)
                 yield _backward(name, dtype, BARS[dtype], sequences)
@@ -107,25 +106,11 @@ def backward_checks(setting: Setting) -> Iterator[CheckCase]:
         for layer in setting.layers:
             for length in setting.lengths:
                 for is_continued in (False, True):
-                    sequences = _later(setting, [length], layer, dtype, is_continued)
+                    sequences = later(setting, [length], layer, dtype, is_continued)
                     name = f"T={length} layer {layer}" + " from a state" * is_continued
                     yield _backward(name, dtype, bar, sequences)
-            ragged = _later(setting, [1, 65, 300, 63], layer, dtype, True)
+            ragged = later(setting, [1, 65, 300, 63], layer, dtype, True)
             yield _backward(f"ragged layer {layer} from states", dtype, bar, ragged)
-
-
-def split_checks(setting: Setting) -> Iterator[CheckCase]:
-    """A sequence in pieces, its state carried in one slot of the pool, equals one pass."""
-    for dtype, bar in BARS.items():
-        for layer in setting.layers:
-            sequences = _later(setting, [sum(SPLITS)], layer, dtype, True)
-
-            def run(sequences: Callable[[], Sequences] = sequences) -> float:
-                whole = sequences()
-                return answer_error(_in_pieces(whole), exact_answer(whole), whole.cu_seqlens)
-
-            case = f"pieces of {'+'.join(map(str, SPLITS))} layer {layer}"
-            yield CheckCase(op="prefill", case=case, dtype=dtype, bar=bar, run=run)
 
 
 def far_checks(setting: Setting) -> Iterator[CheckCase]:
@@ -146,13 +131,13 @@ def peer_checks(impl: Peer, setting: Setting) -> Iterator[CheckCase]:
     for layer in setting.layers:
         for length in (300, 4097):
             for is_continued in (False, True):
-                sequences = _later(setting, [length], layer, dtype, is_continued)
+                sequences = later(setting, [length], layer, dtype, is_continued)
                 name = f"T={length} layer {layer}" + " from a state" * is_continued
                 if impl.takes("prefill", length):
                     yield _forward(name, dtype, bar, sequences, impl)
 
 
-def _later(
+def later(
     setting: Setting,
     lengths: Sequence[int],
     layer: int,
@@ -246,31 +231,6 @@ def gradient_error(given: Sequences, got: Sequence[Tensor], wanted: Sequence[Ten
         pairs = zip(got[3], wanted[3], strict=True)
         errors += [worst_error(mine, exact, head_dim=0) for mine, exact in pairs]
     return worst(errors)
-
-
-def _in_pieces(whole: Sequences) -> Answer:
-    assert whole.state_NHDD is not None
-    pool_SHDD = torch.full(
-        (3, *whole.state_NHDD.shape[1:]), float("nan"), device=whole.q_THD.device
-    )
-    pool_SHDD[1] = whole.state_NHDD[0]
-    outputs, start = [], 0
-    for length in SPLITS:
-        piece = slice(start, start + length)
-        outputs.append(
-            lightning_prefill(
-                whole.q_THD[piece],
-                whole.k_THD[piece],
-                whole.v_THD[piece],
-                whole.slope_H,
-                cu_seqlens=[0, length],
-                pool_SHDD=pool_SHDD,
-                initial_slots=[1],
-                final_slots=[1],
-            )
-        )
-        start += length
-    return Answer(torch.cat(outputs), pool_SHDD[1:2])
 
 
 def _far_error() -> float:

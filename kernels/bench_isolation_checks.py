@@ -16,14 +16,12 @@ from m1serve.kernels.bench_checks import BARS, CheckCase, Setting, gradients
 from m1serve.kernels.bench_inputs import (
     Answer,
     Sequences,
-    exact_answer,
     largest_difference,
     random_sequences,
     worst,
     worst_error,
 )
 from m1serve.kernels.bench_ours import M1serve
-from m1serve.kernels.lightning import lightning_prefill
 
 DTYPE = torch.bfloat16
 NAN = float("nan")
@@ -38,7 +36,6 @@ def isolation_checks(setting: Setting) -> Iterator[CheckCase]:
         ("prefill", "a neighbour of NaN changes no bit", _spoilt_neighbour),
         ("prefill", "other neighbours change no bit", _other_neighbours),
         ("prefill", "the order of sequences changes no bit", _order),
-        ("prefill", "slots that are not written keep their bits", _foreign_slots),
         ("prefill", "a second run gives the same bits", _second_run),
         ("backward", "a neighbour of NaN changes no bit", _spoilt_neighbour_backward),
         ("backward", "the order of sequences changes no bit", _order_backward),
@@ -46,13 +43,6 @@ def isolation_checks(setting: Setting) -> Iterator[CheckCase]:
     ]
     for op, name, run in differences:
         yield CheckCase(op=op, case=name, dtype=DTYPE, bar=0.0, run=partial(run, setting))
-    yield CheckCase(
-        op="prefill",
-        case="NaN in free slots and in slots to be written is not read",
-        dtype=DTYPE,
-        bar=BARS[DTYPE],
-        run=partial(_free_slots_error, setting),
-    )
     yield CheckCase(
         op="prefill",
         case="a sequence alone and among others agree",
@@ -198,55 +188,6 @@ def _order_backward(setting: Setting) -> float:
     pairs = zip(got[:3], wanted[:3], strict=True)
     differences = [largest_difference(_back(turned, a), b) for a, b in pairs]
     return max(*differences, largest_difference(got[3], wanted[3][list(ORDER)]))
-
-
-def _into_pool(given: Sequences, pool_SHDD: Tensor) -> Tensor:
-    """Three sequences: one continues in its slot, one starts at zero, one's state is dropped."""
-    out_THD = torch.full(given.q_THD.shape, NAN, dtype=DTYPE, device=given.q_THD.device)
-    return lightning_prefill(
-        given.q_THD,
-        given.k_THD,
-        given.v_THD,
-        given.slope_H,
-        cu_seqlens=given.cu_seqlens,
-        pool_SHDD=pool_SHDD,
-        initial_slots=[2, -1, 5],
-        final_slots=[2, 0, -1],
-        out_THD=out_THD,
-    )
-
-
-def _pool(given: Sequences) -> Tensor:
-    """Eight slots of NaN, but for the two that are read."""
-    assert given.state_NHDD is not None
-    pool_SHDD = torch.full((8, *given.state_NHDD.shape[1:]), NAN, device=given.q_THD.device)
-    pool_SHDD[2], pool_SHDD[5] = given.state_NHDD[0], given.state_NHDD[2]
-    return pool_SHDD
-
-
-def _foreign_slots(setting: Setting) -> float:
-    given = _packed(setting, (65, 300, 63))
-    pool_SHDD = _pool(given)
-    before_SHDD = pool_SHDD.clone()
-    _into_pool(given, pool_SHDD)
-    kept = [1, 3, 4, 5, 6, 7]
-    return largest_difference(pool_SHDD[kept], before_SHDD[kept])
-
-
-def _free_slots_error(setting: Setting) -> float:
-    given = _packed(setting, (65, 300, 63))
-    assert given.state_NHDD is not None
-    pool_SHDD = _pool(given)
-    o_THD = _into_pool(given, pool_SHDD)
-    state_NHDD = given.state_NHDD.clone()
-    state_NHDD[1] = 0
-    wanted = exact_answer(replace(given, state_NHDD=state_NHDD))
-    errors = [worst_error(o_THD[s], wanted.o_THD[s], head_dim=1) for s in given.spans]
-    errors += [
-        worst_error(pool_SHDD[slot], wanted.state_NHDD[n], head_dim=0)
-        for n, slot in ((0, 2), (1, 0))
-    ]
-    return worst(errors)
 
 
 def _alone_error(setting: Setting) -> float:

@@ -7,12 +7,10 @@ Shapes: T tokens, N sequences, B rows, H heads, D head dim, S slots.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from m1serve.kernels.bench_inputs import Answer, Sequences, layer_slopes, random_sequences
 from m1serve.kernels.bench_peers_fetch import SITE
+from m1serve.kernels.bench_peers_load import import_from, load_file, vllm_surroundings
 
 VLLM_FILE = "vllm/model_executor/layers/lightning_attn.py"
 SGLANG_FILE = "sglang/kernels/ops/attention/linear/seg_la.py"
@@ -57,7 +56,7 @@ class Fla(Peer):
     longest: ClassVar[dict[str, int]] = {"prefill": 1 << 20, "training": LONG, "decode": LONG}
 
     def __init__(self, directory: Path) -> None:
-        _import_from(directory / SITE)
+        import_from(directory / SITE)
         ops = importlib.import_module("fla.ops.simple_gla")
         self._chunk: Callable[..., tuple[Tensor, Tensor]] = ops.chunk_simple_gla
         self._recurrent: Callable[..., tuple[Tensor, Tensor]] = ops.fused_recurrent_simple_gla
@@ -113,8 +112,8 @@ class Vllm(Peer):
     longest: ClassVar[dict[str, int]] = {"prefill": LONG, "decode": LONG}
 
     def __init__(self, directory: Path) -> None:
-        _import_from(directory / SITE)
-        self._module = _load("m1serve_bench_vllm", directory / VLLM_FILE, _vllm_surroundings())
+        import_from(directory / SITE)
+        self._module = load_file("m1serve_bench_vllm", directory / VLLM_FILE, vllm_surroundings())
 
     def prefill(self, sequences: Sequences) -> Callable[[], Answer]:
         per_sequence = [
@@ -186,7 +185,7 @@ class Sglang(Peer):
     longest: ClassVar[dict[str, int]] = {"prefill": LONG, "decode": LONG}
 
     def __init__(self, directory: Path) -> None:
-        self._module = _load("m1serve_bench_sglang", directory / SGLANG_FILE, {})
+        self._module = load_file("m1serve_bench_sglang", directory / SGLANG_FILE, {})
 
     def prefill(self, sequences: Sequences) -> Callable[[], Answer]:
         q, k, v = (t.contiguous() for t in _qkv(sequences))
@@ -288,58 +287,6 @@ def _rows(pool_SHDD: Tensor, slot_B: Tensor) -> Tensor:
     following = torch.arange(first, first + len(slot_B), device=slot_B.device)
     is_run = torch.equal(slot_B.long(), following)
     return pool_SHDD[first : first + len(slot_B)] if is_run else pool_SHDD[slot_B.long()]
-
-
-def _import_from(site: Path) -> None:
-    if str(site) not in sys.path:
-        sys.path.insert(0, str(site))
-
-
-def _load(name: str, file: Path, surroundings: dict[str, ModuleType]) -> ModuleType:
-    """Imports one file of a package whose other modules are replaced while it is read."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    replaced = {stub: sys.modules.get(stub) for stub in surroundings}
-    sys.modules.update(surroundings)
-    # dataclasses look their module up
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        for stub, original in replaced.items():
-            if original is None:
-                del sys.modules[stub]
-            else:
-                sys.modules[stub] = original
-    return module
-
-
-def _vllm_surroundings() -> dict[str, ModuleType]:
-    """The names vLLM's file takes from the rest of vLLM."""
-    triton = importlib.import_module("triton")
-    language = importlib.import_module("triton.language")
-
-    class Platform:
-        @staticmethod
-        def is_cuda() -> bool:
-            return torch.cuda.is_available()
-
-    contents: dict[str, dict[str, object]] = {
-        "vllm": {},
-        "vllm.platforms": {"current_platform": Platform},
-        "vllm.triton_utils": {"tl": language, "triton": triton},
-        "vllm.v1": {},
-        "vllm.v1.attention": {},
-        "vllm.v1.attention.backends": {},
-        "vllm.v1.attention.backends.utils": {"PAD_SLOT_ID": -1},
-    }
-    modules = {}
-    for name, attributes in contents.items():
-        modules[name] = ModuleType(name)
-        vars(modules[name]).update(attributes)
-    return modules
 
 
 if __name__ == "__main__":

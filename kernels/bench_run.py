@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -28,13 +28,13 @@ from m1serve.kernels.bench_checks import (
     head_dim_checks,
     peer_checks,
     share_checks,
-    split_checks,
 )
 from m1serve.kernels.bench_decode_checks import decode_checks
 from m1serve.kernels.bench_isolation_checks import isolation_checks
 from m1serve.kernels.bench_layer_checks import layer_checks
 from m1serve.kernels.bench_ours import M1serve
 from m1serve.kernels.bench_peers import PEERS, Peer, compile_in_parallel
+from m1serve.kernels.bench_pool_checks import pool_checks
 from m1serve.kernels.bench_report import Check, Report, Row, read_report
 from m1serve.kernels.bench_timing import measure_ceilings
 
@@ -136,7 +136,7 @@ def all_checks(setting: Setting) -> Iterator[CheckCase]:
         backward_checks,
         head_dim_checks,
         share_checks,
-        split_checks,
+        pool_checks,
         decode_checks,
         isolation_checks,
         layer_checks,
@@ -250,9 +250,10 @@ def forget(case: Case | CheckCase, report: Report) -> None:
 
 def is_context_alive() -> bool:
     """An illegal access poisons the CUDA context for good."""
-    probe: Callable[[], object] = torch.cuda.synchronize
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return True
     try:
-        probe()
+        torch.cuda.synchronize()
     except RuntimeError:
         return False
     return True
