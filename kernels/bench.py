@@ -57,7 +57,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     cache = default_directory()
     parser.add_argument("--out", type=Path, default=Path("kernels-bench.json"), metavar="FILE")
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="where --fetch-peers put them")
+    parser.add_argument(
+        "--peers", type=Path, nargs="?", const=cache, metavar="DIR", help="time these peers too"
+    )
     parser.add_argument(
         "--fetch-peers",
         type=Path,

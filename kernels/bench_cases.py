@@ -104,6 +104,7 @@ def _prefill(
         slope_H = layer_slopes(layer, "cuda", heads)
         # what was packed is freed here where the peer has made its own copies
         call = impl.prefill(random_sequences(lengths, slope_H))
+        torch.cuda.empty_cache()
         num_bytes = prefill_bytes(sum(lengths), slope_H.numel())
         return Row(op="prefill", case=name, impl=impl.name, ms=cold_ms(call), num_bytes=num_bytes)
 

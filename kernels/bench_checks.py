@@ -135,6 +135,8 @@ def peer_checks(impl: Peer, setting: Setting) -> Iterator[CheckCase]:
                 name = f"T={length} layer {layer}" + " from a state" * is_continued
                 if impl.takes("prefill", length):
                     yield _forward(name, dtype, bar, sequences, impl)
+            if impl.takes("training", length):
+                yield _peer_backward(impl, f"T={length} layer {layer}", bar, sequences)
 
 
 def later(
@@ -180,6 +182,27 @@ def _backward(
         return gradient_error(given, gradients(given), gradients(given, is_exact=True))
 
     return CheckCase(op="backward", case=name, dtype=dtype, bar=bar, run=run)
+
+
+def _peer_backward(
+    impl: Peer, name: str, bar: float, sequences: Callable[[], Sequences]
+) -> CheckCase:
+    """From the outputs alone, to q, k and v alone: what every peer with a backward has."""
+
+    def run() -> float:
+        given = replace(sequences(), state_NHDD=None)
+        generator = torch.Generator(given.q_THD.device).manual_seed(1)
+        shape, device = given.q_THD.shape, given.q_THD.device
+        do_THD = torch.randn(shape, generator=generator, device=device).to(given.q_THD.dtype)
+        leaves = [t.double().requires_grad_() for t in (given.q_THD, given.k_THD, given.v_THD)]
+        o_THD = exact_answer(with_leaves(given, leaves)).o_THD
+        wanted = torch.autograd.grad(o_THD, leaves, do_THD.double())
+        got = [gradient.view(shape) for gradient in impl.training(given, do_THD)()]
+        return gradient_error(given, got, wanted)
+
+    return CheckCase(
+        op="backward", case=name, dtype=torch.bfloat16, bar=bar, run=run, impl=impl.name
+    )
 
 
 def gradients(given: Sequences, *, is_exact: bool = False, is_drawn: bool = True) -> list[Tensor]:

@@ -24,7 +24,7 @@ NORM_TOKENS, CHANNELS = 65536, NUM_HEADS * HEAD_DIM
 HIDDEN, INNER, NUM_EXPERTS, NUM_CHOSEN = 6144, 9216, 32, 2
 VOCAB, LOGPROB_TOKENS, EXPERT_TOKENS = 200064, 8192, 8192
 FOUR_GEMMS = "four GEMMs"
-UNFUSED = "torch, unfused"
+UNFUSED, LOOP = "torch, unfused", "torch, a loop"
 NORM_NAME = f"T={NORM_TOKENS} I={CHANNELS}"
 EXPERTS_NAME = f"T={EXPERT_TOKENS} E={HIDDEN} F={INNER} X={NUM_EXPERTS} top {NUM_CHOSEN}"
 LOGPROBS_NAME = f"T={LOGPROB_TOKENS} E={HIDDEN} V={VOCAB}"
@@ -62,7 +62,7 @@ def _norm(norm: Norm, *, backward: bool) -> Row:
 
 
 def expert_cases() -> Iterator[Case]:
-    for name, experts in ((OURS, grouped_experts), ("torch, a loop", looped)):
+    for name, experts in ((OURS, grouped_experts), (LOOP, looped)):
         yield _case("moe", EXPERTS_NAME, name, partial(_experts, experts, backward=False))
         yield _case(
             "moe", f"{EXPERTS_NAME} + backward", name, partial(_experts, experts, backward=True)

@@ -31,6 +31,7 @@ from m1serve.kernels.bench_checks import (
 )
 from m1serve.kernels.bench_decode_checks import decode_checks
 from m1serve.kernels.bench_isolation_checks import isolation_checks
+from m1serve.kernels.bench_layer_cases import LOOP, UNFUSED
 from m1serve.kernels.bench_layer_checks import layer_checks
 from m1serve.kernels.bench_ours import M1serve
 from m1serve.kernels.bench_peers import PEERS, Peer, compile_in_parallel
@@ -51,6 +52,8 @@ PARTS = (
 )
 QUICK_LENGTHS = (4 * K, 64 * K, 256 * K)
 QUICK_BATCHES = (1, 32, 64)
+QUICK_CHECKS = Setting(lengths=(1, 65, 4097), num_steps=2000)
+BASELINES = (UNFUSED, LOOP)
 # the exit status that asks for another process
 AGAIN = 75
 UNFINISHED = "did not finish: its process ended"
@@ -124,9 +127,11 @@ def our_cases(plan: Plan) -> Iterator[Case | CheckCase]:
         "linear_logprobs": bench_layer_cases.logprob_cases(),
     }
     for part in plan.only:
-        yield from timed.get(part, ())
+        for case in timed.get(part, ()):
+            if not (plan.is_quick and case.impl in BASELINES):
+                yield case
     if "checks" in plan.only:
-        yield from all_checks(Setting())
+        yield from all_checks(QUICK_CHECKS if plan.is_quick else Setting())
 
 
 def all_checks(setting: Setting) -> Iterator[CheckCase]:

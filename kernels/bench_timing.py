@@ -13,8 +13,8 @@ Call = Callable[[], object]
 
 # several times the 50-60 MB of L2 of a Hopper chip
 FLUSH_BYTES = 256 << 20
-# about half a millisecond: the host has queued the call before the device is free to start it
-SPIN_CYCLES = 1_000_000
+# about two milliseconds: the host has queued the call before the device is free to start it
+SPIN_CYCLES = 4_000_000
 
 
 def cold_ms(call: Call, *, spend_ms: float = 250.0) -> float:
