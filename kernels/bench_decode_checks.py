@@ -63,7 +63,7 @@ def decode_checks(setting: Setting) -> Iterator[CheckCase]:
             case=name,
             dtype=torch.bfloat16,
             bar=0.0,
-            run=partial(run_bits, setting.slopes(0)),
+            run=partial(run_bits, setting),
         )
 
 
@@ -117,8 +117,9 @@ def _long_decode_error(setting: Setting) -> float:
     return answer_error(Answer(o_THD, pool_SHDD), exact_answer(given), given.cu_seqlens)
 
 
-def _skipped_difference(slope_H: Tensor) -> float:
-    """Rows 1 and 3 are padding full of NaN; every slot but two holds NaN too."""
+def _skipped_difference(setting: Setting) -> float:
+    """Rows 1 and 3 are padding full of NaN; every slot but three holds NaN too."""
+    slope_H = setting.slopes(0)
     qkv_BHX, pool_SHDD = _rows_and_pool(slope_H, num_rows=5)
     qkv_BHX[[1, 3]] = float("nan")
     slots = [4, -1, 2, -1, 7]
@@ -139,7 +140,8 @@ def _skipped_difference(slope_H: Tensor) -> float:
     )
 
 
-def _order_difference(slope_H: Tensor) -> float:
+def _order_difference(setting: Setting) -> float:
+    slope_H = setting.slopes(0)
     qkv_BHX, pool_SHDD = _rows_and_pool(slope_H, num_rows=5)
     turned_SHDD = pool_SHDD.clone()
     slots, order = [4, 0, 2, 6, 7], [3, 1, 4, 0, 2]

@@ -58,6 +58,8 @@ BASELINES = (UNFUSED, LOOP)
 AGAIN = 75
 UNFINISHED = "did not finish: its process ended"
 COMPILE_TIMEOUT_S = 150
+# what checks may leave in torch's cache of device memory
+ROOM_BYTES = 32 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +205,8 @@ def take(case: Case | CheckCase, report: Report, plan: Plan) -> bool:
         is_usable = is_context_alive()
     finally:
         late.cancel()
-    gc.collect()
-    if is_usable:
+    if is_usable and (isinstance(case, Case) or torch.cuda.memory_reserved() > ROOM_BYTES):
+        gc.collect()
         torch.cuda.empty_cache()
     report.write(plan.out)
     sys.stderr.write(line(case, report) + "\n")
