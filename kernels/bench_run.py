@@ -90,9 +90,10 @@ def run(plan: Plan) -> int:
             return AGAIN
     if plan.peers is not None and not plan.is_quick:
         for case in peer_cases(plan, report):
-            if time.time() < deadline and not take(case, report, plan):
-                return AGAIN
-            if time.time() >= deadline and isinstance(case, Case):
+            if time.time() < deadline:
+                if not take(case, report, plan):
+                    return AGAIN
+            elif key(case) not in keys(report):
                 record_failure(case, report, "not started: the run's budget is spent")
     report.ceilings.append(measure_ceilings())
     report.write(plan.out, [bar.to_json() for bar in bars(report)])
@@ -189,7 +190,7 @@ def take(case: Case | CheckCase, report: Report, plan: Plan) -> bool:
 
     It is in the file as unfinished before it starts, so that whatever ends the process skips it.
     """
-    if key(case) in {*(row.key for row in report.rows), *(check.key for check in report.checks)}:
+    if key(case) in keys(report):
         return True
     record_failure(case, report, UNFINISHED)
     report.write(plan.out)
@@ -211,6 +212,10 @@ def take(case: Case | CheckCase, report: Report, plan: Plan) -> bool:
     report.write(plan.out)
     sys.stderr.write(line(case, report) + "\n")
     return is_usable
+
+
+def keys(report: Report) -> set[str]:
+    return {row.key for row in report.rows} | {check.key for check in report.checks}
 
 
 def key(case: Case | CheckCase) -> str:
