@@ -16,9 +16,15 @@ CHUNK = 64
 MIN_SEGMENT = 16 * CHUNK
 # a local state costs its bytes twice, so a run of tokens must outweigh it
 MIN_RUN = 8 * CHUNK
-# value columns of one program of the walk
-HALF = 64
 RUN_PROGRAMS_PER_SM = 2
+
+# what a walk reaches of the copy bandwidth when all SMs are busy under the power limit (H200,
+# benchmarks/results/kernels-h200.json): two programs of 64 columns both read their head's q and k
+REACH = {64: 0.84, 128: 0.95}
+# two more launches cost as long as copying this many bytes does
+FIRST_PASS_BYTES = 34_000_000
+BYTES_PER_VALUE = 2
+FOREVER = 2**62
 
 NO_SLOT = -1
 
@@ -50,6 +56,8 @@ class Run:
     num_tokens: int
     start_of: int
     """The segment that starts where this run does, or NO_SLOT: its start state is then kept."""
+    ahead: int
+    """Tokens between this run's end and the next segment's start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,8 @@ class Plan:
     """Items of the walk; with chains, an item's source is its index among the start states."""
 
     items: tuple[Piece, ...]
+    columns: int
+    """Value columns of one program of the walk."""
     runs: tuple[Run, ...] = ()
     chains: tuple[Chain, ...] = ()
 
@@ -97,14 +107,66 @@ def rounds(
 
 @lru_cache(maxsize=256)
 def make_plan(
-    pieces: tuple[Piece, ...], num_heads: int, head_dim: int, num_sms: int, *, reverse: bool = False
+    pieces: tuple[Piece, ...],
+    windows: tuple[int, ...],
+    head_dim: int,
+    num_sms: int,
+    *,
+    reverse: bool = False,
+) -> Plan:
+    """The cheaper of two plans: programs of all 128 value columns, or twice as many of 64.
+
+    `windows` says, a head each, after how many tokens nothing is left of a token in the state
+    (FOREVER if that is not known): only those are read to find the state where a segment starts.
+    """
+    widths = [columns for columns in REACH if columns <= head_dim] or [head_dim]
+    plans = [
+        _cut_pieces(pieces, columns, windows, num_sms, head_dim, reverse) for columns in widths
+    ]
+    return min(plans, key=lambda plan: _cost(plan, windows, head_dim, num_sms))
+
+
+def _cost(plan: Plan, windows: tuple[int, ...], head_dim: int, num_sms: int) -> float:
+    """Bytes to move, as if all of the machine moved them at the rate of a copy."""
+    num_heads = len(windows)
+    num_bytes = 4 * num_heads * sum(item.num_tokens for item in plan.items)
+    starts = [0, *(index for index, run in enumerate(plan.runs) if run.start_of >= 0)]
+    for begin, end in pairwise([*starts[1:], len(plan.runs)]):
+        segment = sum(run.num_tokens for run in plan.runs[begin:end])
+        num_bytes += 2 * sum(min(segment, window) for window in windows)
+    num_bytes *= BYTES_PER_VALUE * head_dim
+    fixed = FIRST_PASS_BYTES if plan.chains else 0
+    return num_bytes / _reach(len(plan.items), num_heads, head_dim, plan.columns, num_sms) + fixed
+
+
+def best_columns(num_items: int, num_heads: int, head_dim: int, num_sms: int) -> int:
+    """Value columns of a program for items whose lengths the host does not know."""
+    widths = [columns for columns in REACH if columns <= head_dim] or [head_dim]
+    return max(widths, key=lambda width: _reach(num_items, num_heads, head_dim, width, num_sms))
+
+
+def _reach(num_items: int, num_heads: int, head_dim: int, columns: int, num_sms: int) -> float:
+    """Share of the copy bandwidth: the last wave of programs leaves SMs idle."""
+    programs = num_items * num_heads * (head_dim // columns)
+    busy = programs / (-(-programs // num_sms) * num_sms) if programs else 1.0
+    return REACH.get(columns, 1.0) * busy
+
+
+def _cut_pieces(
+    pieces: tuple[Piece, ...],
+    columns: int,
+    windows: tuple[int, ...],
+    num_sms: int,
+    head_dim: int,
+    reverse: bool,
 ) -> Plan:
     """Pieces as they are where they fill the machine, else cut into near-equal segments."""
-    wanted = num_sms // (num_heads * max(1, head_dim // HALF))
+    num_heads = len(windows)
+    wanted = num_sms // (num_heads * (head_dim // columns))
     total = sum(piece.num_tokens for piece in pieces)
     shares = [_num_segments(piece, total, wanted) for piece in pieces]
     if max(shares, default=1) == 1:
-        return Plan(items=pieces)
+        return Plan(items=pieces, columns=columns)
     # of segments with a successor: the last ones' own states have no reader
     num_read = sum(shares) - len(shares)
     runs_each = max(1, RUN_PROGRAMS_PER_SM * num_sms // (num_heads * num_read))
@@ -124,7 +186,7 @@ def make_plan(
             if not is_last:
                 runs += _runs(piece, start, count, index, runs_each, reverse)
         chains.append(Chain(first_run, len(runs), piece.source, len(items) - 1))
-    return Plan(items=tuple(items), runs=tuple(runs), chains=tuple(chains))
+    return Plan(items=tuple(items), columns=columns, runs=tuple(runs), chains=tuple(chains))
 
 
 def _runs(
@@ -135,6 +197,7 @@ def _runs(
             _row(piece, start + begin, tokens, reverse),
             tokens,
             NO_SLOT if begin else segment,
+            count - begin - tokens,
         )
         for begin, tokens in _spans(_cut(count, parts, MIN_RUN))
     ]

@@ -5,17 +5,22 @@ Shapes: T tokens, H heads, D head dim, S state slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from m1serve.kernels import walk as portable
-from m1serve.kernels.plan import Piece, Plan, make_plan
+from m1serve.kernels.plan import FOREVER, Piece, Plan, best_columns, make_plan
+
+# exp(-20) = 2e-9 of a token is below fp32 rounding; `walk.run_kernel` skips by the same number
+CUT = 20.0
 
 try:
-    from m1serve.kernels import walk_hopper as hopper
+    from m1serve.kernels import hopper
 except ImportError:  # a triton without Gluon, or with another Gluon
     hopper = None  # type: ignore[assignment]
 
@@ -37,8 +42,8 @@ def run_pieces(
     No two pieces may share a target, and none may start from another's. `reverse` walks each piece
     from its last token to its first: o_t = q_t sum over u >= t of exp(-s (u - t)) k_u v_u^T.
     """
-    _, H, D = q_THD.shape
-    plan = make_plan(pieces, H, D, _num_sms(q_THD.device), reverse=reverse)
+    device, D = q_THD.device, q_THD.shape[2]
+    plan = make_plan(pieces, windows(slope_H), D, _num_sms(device), reverse=reverse)
     run_plan(
         q_THD, k_THD, v_THD, o_THD, slope_H, plan, source_SHDD, target_SHDD, reverse=reverse
     )  # fmt: skip
@@ -61,12 +66,12 @@ def run_plan(
     if plan.chains:
         with _current(q_THD.device):
             source_SHDD = portable.segment_starts(
-                k_THD, v_THD, slope_H, tables.runs_R3, tables.chains_G4, len(plan.items),
+                k_THD, v_THD, slope_H, tables.runs_R4, tables.chains_G4, len(plan.items),
                 source_SHDD, reverse=reverse,
             )  # fmt: skip
     run_items(
         q_THD, k_THD, v_THD, o_THD, slope_H, tables.items_I4, source_SHDD, target_SHDD,
-        reverse=reverse,
+        reverse=reverse, columns=plan.columns,
     )  # fmt: skip
 
 
@@ -81,12 +86,16 @@ def run_items(
     target_SHDD: Tensor | None,
     *,
     reverse: bool = False,
+    columns: int | None = None,
 ) -> None:
-    """As `run_pieces` for a device table of (row, tokens, source, target), one program each."""
-    if not items_I4.shape[0]:
+    """As `run_pieces` for a device table of (row, tokens, source, target), walked as they are."""
+    num_items, (_, H, D) = items_I4.shape[0], q_THD.shape
+    if not num_items:
         return
-    is_hopper = hopper is not None and hopper.fits(q_THD, k_THD, v_THD, o_THD)
-    walk = hopper.walk if is_hopper else portable.walk
+    walk: Callable[..., None] = portable.walk
+    if hopper is not None and hopper.fits(q_THD, k_THD, v_THD, o_THD):
+        columns = columns or best_columns(num_items, H, D, _num_sms(q_THD.device))
+        walk = partial(hopper.walk, columns=columns)
     with _current(q_THD.device):
         walk(
             q_THD, k_THD, v_THD, o_THD, slope_H, items_I4, source_SHDD, target_SHDD,
@@ -94,16 +103,37 @@ def run_items(
         )  # fmt: skip
 
 
+def windows(slope_H: Tensor) -> tuple[int, ...]:
+    """After how many tokens a head's state has forgotten one, to fp32; FOREVER while capturing.
+
+    The first call for a tensor of slopes waits for the device. Only the plan depends on it.
+    """
+    found: tuple[int, ...] | None = _windows.get(slope_H)  # type: ignore[no-untyped-call]
+    if found is None:
+        if slope_H.is_cuda and torch.cuda.is_current_stream_capturing():
+            return (FOREVER,) * slope_H.shape[0]
+        found = tuple(min(int(CUT / s) + 1, FOREVER) for s in slope_H.tolist())
+        _windows[slope_H] = found
+    return found
+
+
+# by identity and weakly: a model's slopes live as long as its layers
+_windows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
 class Tables:
     """A plan's numbers on the device, in one copy."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         items = [n for i in plan.items for n in (i.row, i.num_tokens, i.source, i.target)]
-        runs = [n for r in plan.runs for n in (r.row, r.num_tokens, r.start_of)]
+        runs = [n for r in plan.runs for n in (r.row, r.num_tokens, r.start_of, r.ahead)]
         chains = [n for c in plan.chains for n in (c.first, c.last, c.source, c.final)]
-        flat = torch.tensor(items + runs + chains, dtype=torch.int64).to(device)
+        flat = torch.tensor(items + runs + chains, dtype=torch.int64)
+        if device.type == "cuda":
+            # pinned, so that the host does not wait for what the device is doing
+            flat = flat.pin_memory().to(device, non_blocking=True)
         parts = torch.split(flat, [len(items), len(runs), len(chains)])
-        self.items_I4, self.runs_R3 = parts[0].view(-1, 4), parts[1].view(-1, 3)
+        self.items_I4, self.runs_R4 = parts[0].view(-1, 4), parts[1].view(-1, 4)
         self.chains_G4 = parts[2].view(-1, 4)
 
 

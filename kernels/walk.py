@@ -3,7 +3,8 @@
 A walk reads an item's tokens in chunks with the state on chip; backwards it reads them from the
 last to the first, and all else is the same. README.md has the maths.
 Shapes: T tokens, H heads, D head dim, S state slots, I items of (row, tokens, source slot, target
-slot), R runs of (row, tokens, segment that starts there), G chains of (first run, last run, source
+slot), R runs of (row, tokens, segment that starts there, tokens
+from its end to the next segment), G chains of (first run, last run, source
 slot, final segment); slot -1 is none. All tables are int64.
 """
 
@@ -109,8 +110,9 @@ def run_kernel(
     column = (pid % (D // BLOCK_V)) * BLOCK_V
     head = ((pid // (D // BLOCK_V)) % H).to(tl.int64)
     index = pid // (D // BLOCK_V * H)
-    row = tl.load(RUN + index * 3)
-    num_tokens = tl.load(RUN + index * 3 + 1).to(tl.int32)
+    row = tl.load(RUN + index * 4)
+    num_tokens = tl.load(RUN + index * 4 + 1).to(tl.int32)
+    ahead = tl.load(RUN + index * 4 + 3).to(tl.int32)
     slope = tl.load(SLOPE + head)
     rate = slope * LOG2E
     i_D = tl.arange(0, D)
@@ -119,7 +121,7 @@ def run_kernel(
     fade_T = tl.exp2(-rate * (BLOCK_T - 1 - i_T).to(tl.float32))
     keep = tl.exp2(-rate * BLOCK_T)
     window = tl.minimum(CUT / slope + 1.0, 1.0e9).to(tl.int32)
-    skipped = tl.maximum(num_tokens - window, 0) // BLOCK_T
+    skipped = tl.maximum(num_tokens - tl.maximum(window - ahead, 0), 0) // BLOCK_T
     if REVERSE:
         rows_T = row + num_tokens - 1 - i_T - skipped * BLOCK_T
         step = -BLOCK_T
@@ -145,7 +147,7 @@ def run_kernel(
 @triton.jit
 def chain_kernel(
     LOCAL, START, SRC, RUN, CHAIN, SLOPE, src_slot, src_head, src_k, src_v,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Carry a piece's state over its runs and write it where segments start."""
     i_D = tl.arange(0, D)
@@ -161,13 +163,14 @@ def chain_kernel(
     if src >= 0:
         at = SRC + src * src_slot + head * src_head
         state = tl.load(at + i_K[:, None] * src_k + i_D[None, :] * src_v)
-    for j in range(first, last):
+    for j in tl.range(first, last, num_stages=STAGES):
         run = tl.cast(j, tl.int64)
-        num_tokens = tl.load(RUN + run * 3 + 1).to(tl.float32)
-        segment = tl.load(RUN + run * 3 + 2)
-        if segment >= 0:
-            tl.store(START + segment * (H * D * D) + within, state)
-        state = state * tl.exp2(-rate * num_tokens) + tl.load(LOCAL + run * (H * D * D) + within)
+        num_tokens = tl.load(RUN + run * 4 + 1).to(tl.float32)
+        segment = tl.load(RUN + run * 4 + 2)
+        local = tl.load(LOCAL + run * (H * D * D) + within)
+        is_start = i_K[:, None] * 0 + segment >= 0
+        tl.store(START + segment * (H * D * D) + within, state, mask=is_start)
+        state = state * tl.exp2(-rate * num_tokens) + local
     tl.store(START + tl.load(chain + 3) * (H * D * D) + within, state)
 
 
@@ -203,7 +206,7 @@ def segment_starts(
     k_THD: Tensor,
     v_THD: Tensor,
     slope_H: Tensor,
-    runs_R3: Tensor,
+    runs_R4: Tensor,
     chains_G4: Tensor,
     num_segments: int,
     source_SHDD: Tensor | None,
@@ -212,21 +215,22 @@ def segment_starts(
 ) -> Tensor:
     """fp32 states [segments, H, D, D] before the chains' segments; others are left unwritten."""
     _, H, D = k_THD.shape
-    num_runs = runs_R3.shape[0]
+    num_runs = runs_R4.shape[0]
     states = torch.empty(num_runs + num_segments, H, D, D, device=k_THD.device)
     local, start = states[:num_runs], states[num_runs:]
     is_bf16 = k_THD.dtype == torch.bfloat16
     block_v = D if is_bf16 else min(D, 64)
     if num_runs:
         run_kernel[(num_runs * H * (D // block_v),)](
-            k_THD, v_THD, local, runs_R3, slope_H, *k_THD.stride()[:2], *v_THD.stride()[:2],
+            k_THD, v_THD, local, runs_R4, slope_H, *k_THD.stride()[:2], *v_THD.stride()[:2],
             H=H, D=D, BLOCK_V=block_v, BLOCK_T=64 if is_bf16 else 32, REVERSE=reverse,
             STAGES=3 if is_bf16 else 1, num_warps=8 if block_v == 128 else 4,
             enable_fp_fusion=True, **_arithmetic(k_THD.dtype),
         )  # fmt: skip
-    chain_kernel[(D // 16, H, chains_G4.shape[0])](
-        local, start, slope_H if source_SHDD is None else source_SHDD, runs_R3, chains_G4, slope_H,
-        *pool_strides(source_SHDD), H=H, D=D, BLOCK_K=16, num_warps=4, enable_fp_fusion=True,
+    chain_kernel[(D // 8, H, chains_G4.shape[0])](
+        local, start, slope_H if source_SHDD is None else source_SHDD, runs_R4, chains_G4, slope_H,
+        *pool_strides(source_SHDD), H=H, D=D, BLOCK_K=8, STAGES=4, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return start
 

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from m1serve.kernels.decay import slopes
 from m1serve.kernels.plan import (
     CHUNK,
+    FOREVER,
     MIN_SEGMENT,
     NO_SLOT,
     Piece,
@@ -13,35 +15,49 @@ from m1serve.kernels.plan import (
     rounds,
 )
 
-M1_HEADS, SHARD_HEADS, D, SMS = 64, 8, 128, 132
+D, SMS = 128, 132
+# heads that never forget, and M1's first layer
+SLOW_64, SLOW_8 = (FOREVER,) * 64, (FOREVER,) * 8
+FAST_64 = tuple(int(20 / slope) + 1 for slope in slopes(64, 80, 0).tolist())
 
 
 def covered(plan: Plan) -> list[int]:
     return sorted(row for item in plan.items for row in range(item.row, item.row + item.num_tokens))
 
 
-def test_many_heads_walk_each_sequence_whole() -> None:
-    pieces = (Piece(0, 65_536, NO_SLOT, 0), Piece(65_536, 100, 3, 1))
-    assert make_plan(pieces, M1_HEADS, D, SMS) == Plan(items=pieces)
+def test_sequences_that_fill_the_machine_are_walked_whole() -> None:
+    pieces = tuple(Piece(i * 8192, 8192, NO_SLOT, i) for i in range(8))
+    assert make_plan(pieces, SLOW_64, D, SMS) == Plan(items=pieces, columns=128)
+
+
+def test_one_sequence_of_many_heads_is_halved_when_its_heads_forget() -> None:
+    """Else finding the second half's start state costs more than programs of half the columns."""
+    pieces = (Piece(0, 65_536, NO_SLOT, 0),)
+    plan = make_plan(pieces, FAST_64, D, SMS)
+    assert (len(plan.items), plan.columns) == (2, 128)
+    assert make_plan(pieces, SLOW_64, D, SMS) == Plan(items=pieces, columns=64)
 
 
 def test_few_heads_cut_a_long_sequence_into_one_wave_of_segments() -> None:
-    plan = make_plan((Piece(10, 262_144 + 7, 5, 9),), SHARD_HEADS, D, SMS)
-    assert len(plan.items) == 8
+    plan = make_plan((Piece(10, 262_144 + 7, 5, 9),), SLOW_8, D, SMS)
+    assert len(plan.items) == 16
     assert covered(plan) == list(range(10, 10 + 262_144 + 7))
     assert all(item.num_tokens % CHUNK == 0 for item in plan.items[:-1])
-    assert [item.target for item in plan.items] == [NO_SLOT] * 7 + [9]
+    assert [item.target for item in plan.items] == [NO_SLOT] * 15 + [9]
     # the last segment's own state has no reader
     last = plan.items[-1]
     assert all(run.row + run.num_tokens <= last.row for run in plan.runs)
     assert sum(run.num_tokens for run in plan.runs) == last.row - 10
-    assert [run.start_of for run in plan.runs if run.start_of >= 0] == list(range(7))
+    assert [run.start_of for run in plan.runs if run.start_of >= 0] == list(range(15))
+    # each run knows how far it lies before the next segment
+    ends = {item.row for item in plan.items}
+    assert all(run.row + run.num_tokens + run.ahead in ends for run in plan.runs)
     (chain,) = plan.chains
-    assert (chain.first, chain.last, chain.source, chain.final) == (0, len(plan.runs), 5, 7)
+    assert (chain.first, chain.last, chain.source, chain.final) == (0, len(plan.runs), 5, 15)
 
 
 def test_a_walk_backwards_cuts_from_the_end() -> None:
-    plan = make_plan((Piece(0, 65_536 + 7, NO_SLOT, 2),), SHARD_HEADS, D, SMS, reverse=True)
+    plan = make_plan((Piece(0, 65_536 + 7, NO_SLOT, 2),), SLOW_8, D, SMS, reverse=True)
     assert covered(plan) == list(range(65_536 + 7))
     assert plan.items[0].row + plan.items[0].num_tokens == 65_536 + 7
     assert plan.items[-1].row == 0
@@ -51,8 +67,8 @@ def test_a_walk_backwards_cuts_from_the_end() -> None:
 
 def test_a_long_sequence_is_cut_beside_short_ones() -> None:
     pieces = (Piece(0, 100, 4, 4), *(Piece(100 + i, 1) for i in range(9)), Piece(109, 65_536, 1, 1))
-    plan = make_plan(pieces, SHARD_HEADS, D, SMS)
-    assert len(plan.items) == 10 + 8
+    plan = make_plan(pieces, SLOW_8, D, SMS)
+    assert len(plan.items) == 10 + 16
     assert covered(plan) == list(range(109 + 65_536))
     # with start states, a whole sequence's own state is copied among them
     first = next(item for item in plan.items if item.row == 0)
@@ -62,7 +78,9 @@ def test_a_long_sequence_is_cut_beside_short_ones() -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, MIN_SEGMENT, 2 * MIN_SEGMENT - 1])
 def test_what_is_short_stays_whole(num_tokens: int) -> None:
     pieces = (Piece(0, num_tokens, 0, 1),)
-    assert make_plan(pieces, 1, D, SMS) == Plan(items=pieces)
+    plan = make_plan(pieces, (FOREVER,), D, SMS)
+    assert plan.items == pieces
+    assert not plan.runs
 
 
 def test_snapshots_end_one_piece_and_start_the_next() -> None:

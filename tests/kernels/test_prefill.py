@@ -99,10 +99,13 @@ def test_segments_equal_the_recurrence(
             for index, ((row, count), target) in enumerate(zip(rows, targets, strict=True))
         ),
         runs=tuple(
-            Run(262 - start - count if reverse else start, count, segment)
+            Run(
+                262 - start - count if reverse else start, count, segment, 64 if segment == 1 else 0
+            )
             for start, count, segment in spans
         ),
         chains=(Chain(0, 3, 0, 2),),
+        columns=32,
     )
     qkv = packed(262, 32, dtype, device)
     pool = states(2, 32, device)
