@@ -62,9 +62,13 @@ def decode(
 
 
 def tiling(num_rows: int, head_dim: int) -> dict[str, int]:
-    """Small tiles fill the machine when there are few rows, large ones stream better."""
-    block_v = 32 if num_rows <= 4 else 64
-    return {"BLOCK_V": min(block_v, head_dim), "num_warps": 4}
+    """Small tiles fill the machine when there are few rows, wide ones stream better."""
+    block_v, num_warps = 64, 8
+    if num_rows <= 2:
+        block_v, num_warps = 16, 2
+    elif num_rows <= 4:
+        block_v, num_warps = 16, 1
+    return {"BLOCK_V": min(block_v, head_dim), "num_warps": num_warps}
 
 
 @triton.jit
