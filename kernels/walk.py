@@ -188,8 +188,7 @@ def walk(
 ) -> None:
     """Write o [T, H, D] of the items' tokens and, in their target slots, the states after them."""
     _, H, D = q_THD.shape
-    is_wide = q_THD.dtype != torch.bfloat16 and D == 128
-    block_v = min(D, 32 if is_wide else 64)
+    block_t, block_v = walk_tile(q_THD.dtype, D)
     walk_kernel[(items_I4.shape[0] * H * (D // block_v),)](
         q_THD, k_THD, v_THD, o_THD,
         slope_H if source_SHDD is None else source_SHDD,
@@ -197,9 +196,14 @@ def walk(
         items_I4, slope_H,
         *(s for t in (q_THD, k_THD, v_THD, o_THD) for s in t.stride()[:2]),
         *pool_strides(source_SHDD), *pool_strides(target_SHDD),
-        H=H, D=D, BLOCK_V=block_v, BLOCK_T=32 if is_wide else 64, REVERSE=reverse,
-        num_warps=4, enable_fp_fusion=True, **_arithmetic(q_THD.dtype),
+        H=H, D=D, BLOCK_V=block_v, BLOCK_T=block_t, REVERSE=reverse, num_warps=8,
+        enable_fp_fusion=True, **arithmetic(q_THD.dtype),
     )  # fmt: skip
+
+
+def walk_tile(dtype: torch.dtype, head_dim: int) -> tuple[int, int]:
+    """Tokens and value columns that 8 warps hold in registers."""
+    return (32, min(head_dim, 64)) if dtype == torch.bfloat16 else (16, 32)
 
 
 def segment_starts(
@@ -225,7 +229,7 @@ def segment_starts(
             k_THD, v_THD, local, runs_R4, slope_H, *k_THD.stride()[:2], *v_THD.stride()[:2],
             H=H, D=D, BLOCK_V=block_v, BLOCK_T=64 if is_bf16 else 32, REVERSE=reverse,
             STAGES=3 if is_bf16 else 1, num_warps=8 if block_v == 128 else 4,
-            enable_fp_fusion=True, **_arithmetic(k_THD.dtype),
+            enable_fp_fusion=True, **arithmetic(k_THD.dtype),
         )  # fmt: skip
     chain_kernel[(D // 8, H, chains_G4.shape[0])](
         local, start, slope_H if source_SHDD is None else source_SHDD, runs_R4, chains_G4, slope_H,
@@ -239,7 +243,7 @@ def pool_strides(pool_SHDD: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0, 0) if pool_SHDD is None else pool_SHDD.stride()
 
 
-def _arithmetic(dtype: torch.dtype) -> dict[str, bool | str]:
+def arithmetic(dtype: torch.dtype) -> dict[str, bool | str]:
     """fp16 tiles are multiplied in tf32, which holds them exactly and does not overflow."""
     return {
         "BF16": dtype == torch.bfloat16,

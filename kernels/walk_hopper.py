@@ -97,7 +97,7 @@ def _slot(POOL, slot, strides, i_D, i_P):
 @gluon.jit
 def _carry(
     ends, rings, bars, num_tokens, rate,
-    PART: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
+    PART: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """A state's warpgroup: S^T [P, D] = decay S^T + (decayed v)^T k, published chunk by chunk."""
     SRC, DST, src, dst, src_strides, dst_strides = ends
@@ -124,11 +124,7 @@ def _carry(
         mbarrier.arrive(empty.index(s), count=1)
     rest = num_tokens - num_full * _C
     if rest > 0:
-        high = state.to(gl.bfloat16)
-        _publish(high, s_ring, s_full, s_empty, num_full, PART)
-        if PARTS == 1:
-            low = (state - high.to(gl.float32)).to(gl.bfloat16)
-            _publish(low, s_ring, s_full, s_empty, num_full + 1, PART)
+        _publish(state.to(gl.bfloat16), s_ring, s_full, s_empty, num_full, PART)
         s = num_full % STAGES
         mbarrier.wait(full.index(s), (num_full // STAGES) & 1)
         v = v_ring.index(s).slice(PART * _P, _P, 1)
@@ -147,13 +143,11 @@ def _carry(
 
 
 @gluon.jit
-def _chunk_outputs(
-    q, k, v, s_ring, s_bars, decays, c, is_first, V: gl.constexpr, PARTIAL: gl.constexpr
-):
+def _chunk_outputs(q, k, v, s_ring, s_bars, decays, c, is_exact, V: gl.constexpr):
     """One chunk's outputs [C, V]; frees the published state as soon as it is read.
 
-    Where few terms make a sum, rounding does not average out: an item's first and partial chunks
-    take the scores in two bf16 pieces; with registers to spare the partial one takes the state so.
+    Where few terms make a sum, rounding does not average out: `is_exact` takes the scores in two
+    bf16 pieces.
     """
     s_full, s_empty = s_bars
     within_CC, from_start_C = decays
@@ -170,13 +164,8 @@ def _chunk_outputs(
     high_CC = p.to(gl.bfloat16)
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(s_empty.index(b), count=1)
-    if PARTIAL and V == 64:
-        b = (c + 1) & 1
-        mbarrier.wait(s_full.index(b), ((c + 1) >> 1) & 1)
-        o = warpgroup_mma(q, s_ring.index(b).permute((1, 0)), o, is_async=True)
-        o = warpgroup_mma_wait(0, deps=[o])
     o = o * from_start_C[:, None]
-    if is_first:
+    if is_exact:
         low_CC = (p - high_CC.to(gl.float32)).to(gl.bfloat16)
         o = warpgroup_mma(gl.convert_layout(low_CC, left), v, o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
@@ -209,7 +198,7 @@ def _output(
         mbarrier.wait(full.index(s), (c // STAGES) & 1)
         o = _chunk_outputs(
             q_ring.index(s), k_ring.index(s), v_ring.index(s), s_ring, s_bars,
-            (within_CC, from_start_C), c, c == 0, V, False,
+            (within_CC, from_start_C), c, c == 0, V,
         )  # fmt: skip
         mbarrier.arrive(empty.index(s), count=1)
         tma.store_wait(0)
@@ -225,7 +214,7 @@ def _output(
             from_start_C = gl.exp2(-rate * gl.maximum(rest - t_C, 0).to(gl.float32))
         o = _chunk_outputs(
             q_ring.index(s), k_ring.index(s), v_ring.index(s), s_ring, s_bars,
-            (within_CC, from_start_C), num_full, True, V, True,
+            (within_CC, from_start_C), num_full, True, V,
         )  # fmt: skip
         first = row if REVERSE else row + num_full * _C
         at = O + first.to(gl.int64) * o_token + o_col
@@ -286,8 +275,8 @@ def walk_kernel(
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (_carry, (ends, states, bars, num_tokens, rate, 0, PARTS, STAGES, REVERSE)),
-                (_carry, (ends, states, bars, num_tokens, rate, 1, PARTS, STAGES, REVERSE)),
+                (_carry, (ends, states, bars, num_tokens, rate, 0, STAGES, REVERSE)),
+                (_carry, (ends, states, bars, num_tokens, rate, 1, STAGES, REVERSE)),
                 (_output, (out, tiles, bars, rate, 0, 1, V, STAGES, REVERSE)),
                 (_produce, (q_desc, k_desc, v_desc, loads, bars, starts, V, STAGES, REVERSE)),
             ],
@@ -297,7 +286,7 @@ def walk_kernel(
     else:
         gl.warp_specialize(
             [
-                (_carry, (ends, states, bars, num_tokens, rate, 0, PARTS, STAGES, REVERSE)),
+                (_carry, (ends, states, bars, num_tokens, rate, 0, STAGES, REVERSE)),
                 (_output, (out, tiles, bars, rate, 0, 2, V, STAGES, REVERSE)),
                 (_output, (out, tiles, bars, rate, 1, 2, V, STAGES, REVERSE)),
                 (_produce, (q_desc, k_desc, v_desc, loads, bars, starts, V, STAGES, REVERSE)),

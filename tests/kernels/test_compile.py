@@ -85,7 +85,99 @@ def norm_case(kernel: str, dtype: str, inner: int, block_i: int, num_warps: int)
     )
 
 
+def logprobs_case(kernel: str, out_dtype: str, target_dtype: str) -> Case:
+    strides = ("stride_row", "stride_logits", "stride_out")
+    return Case(
+        name=f"logprobs-{kernel}-{out_dtype}-{target_dtype}",
+        module="m1serve.kernels.logprobs_triton",
+        kernel=f"logprobs_{kernel}_kernel",
+        arguments={
+            **dict.fromkeys(("logits", "running", "rows"), "*fp32/16"),
+            "target": f"*{target_dtype}/16",
+            "out": f"*{out_dtype}/16",
+            **dict.fromkeys(("start", "num_columns", *strides), "i32/16"),
+            "BLOCK_C": 2048,
+        },
+    )
+
+
+WALK_STRIDES = tuple(f"{name}_{dim}" for name in "qkvo" for dim in ("token", "head"))
+POOL_STRIDES = tuple(
+    f"{pool}_{dim}" for pool in ("src", "dst") for dim in ("slot", "head", "k", "v")
+)
+TABLES = {
+    **dict.fromkeys(("SRC", "DST", "SLOPE", "LOCAL", "START"), "*fp32/16"),
+    **dict.fromkeys(("ITEM", "RUN", "CHAIN"), "*i64/16"),
+}
+
+
+def walk_case(kernel: str, dtype: str, head_dim: int, reverse: bool) -> Case:
+    """As `walk.walk` and `walk.segment_starts` launch them."""
+    is_bf16 = dtype == "bf16"
+    is_run = kernel == "run_kernel"
+    block_t, block_v = (32, min(head_dim, 64)) if is_bf16 else (16, 32)
+    if is_run:
+        block_t, block_v = (64, head_dim) if is_bf16 else (32, min(head_dim, 64))
+    return Case(
+        name=f"{kernel}-{dtype}-D{head_dim}" + ("-reverse" if reverse else ""),
+        module="m1serve.kernels.walk",
+        kernel=kernel,
+        num_warps=8 if kernel == "walk_kernel" or block_v == 128 else 4,
+        arguments={
+            **TABLES,
+            **dict.fromkeys("QKVO", f"*{dtype}/16"),
+            **dict.fromkeys((*WALK_STRIDES, *POOL_STRIDES), "i32/16"),
+            "H": 8,
+            "D": head_dim,
+            "BLOCK_V": block_v,
+            "BLOCK_T": block_t,
+            "BLOCK_K": 8,
+            "BF16": is_bf16,
+            "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+            "REVERSE": reverse,
+            "STAGES": 3 if is_bf16 else 1,
+        },
+    )
+
+
+def hopper_case(columns: int, stages: int, reverse: bool) -> Case:
+    tile = "tensordesc<bf16[64, {}],NVMMASharedLayout(128, 16, 2)>"
+    return Case(
+        name=f"hopper-{columns}" + ("-reverse" if reverse else ""),
+        module="m1serve.kernels.walk_hopper",
+        kernel="walk_kernel",
+        arguments={
+            **TABLES,
+            **dict.fromkeys(("q_desc", "k_desc"), tile.format(128)),
+            **dict.fromkeys(("v_desc", "o_desc"), tile.format(columns)),
+            "O": "*bf16/16",
+            **dict.fromkeys((*WALK_STRIDES, *POOL_STRIDES), "i32/16"),
+            "H": 64,
+            "V": columns,
+            "STAGES": stages,
+            "REVERSE": reverse,
+        },
+    )
+
+
 CASES = [
+    logprobs_case("fold", "fp32", "i64"),
+    logprobs_case("differentiate", "bf16", "i64"),
+    logprobs_case("differentiate", "fp32", "i32"),
+    hopper_case(64, 4, False),
+    hopper_case(64, 4, True),
+    hopper_case(128, 3, False),
+    hopper_case(128, 3, True),
+    walk_case("walk_kernel", "bf16", 128, False),
+    walk_case("walk_kernel", "bf16", 32, True),
+    walk_case("walk_kernel", "fp16", 64, False),
+    walk_case("walk_kernel", "fp16", 128, False),
+    walk_case("walk_kernel", "fp32", 32, False),
+    walk_case("walk_kernel", "fp32", 128, True),
+    walk_case("run_kernel", "bf16", 128, False),
+    walk_case("run_kernel", "bf16", 128, True),
+    walk_case("run_kernel", "fp32", 64, False),
+    walk_case("chain_kernel", "bf16", 128, False),
     decode_case("bf16", 128, 64, 4, True),
     decode_case("bf16", 128, 32, 4, True),
     decode_case("fp32", 128, 64, 4, False),
@@ -108,7 +200,12 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Build]:
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     return {name: Build(**build) for name, build in json.loads(done.stdout).items()}
@@ -130,19 +227,26 @@ def build_case(case: Case) -> Build:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel = getattr(importlib.import_module(case.module), case.kernel)
+    short = "NVMMASharedLayout(128, 16, 2)"
+    layout = repr(gl.NVMMASharedLayout(128, 16, 2))
     signature, constants, divisible = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         value = case.arguments[name]
         if kernel.params[place].is_constexpr or value is None:
             signature[name], constants[name] = "constexpr", value
             continue
-        signature[name], _, divisor = value.partition("/")
+        signature[name], _, divisor = value.replace(short, layout).partition("/")
         if divisor:
             divisible[(place,)] = [["tt.divisibility", int(divisor)]]
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    if kernel.is_gluon():
+        constants = {(kernel.arg_names.index(name),): v for name, v in constants.items()}
     built = triton.compile(
-        ASTSource(kernel, signature, constants, divisible),
+        source(kernel, signature, constants, divisible),
         target=GPUTarget("cuda", 90, 32),
         options={
             "num_warps": case.num_warps,
