@@ -18,10 +18,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from m1serve.kernels.bench_bars import bars
-from m1serve.kernels.bench_peers_fetch import default_directory, fetch
-from m1serve.kernels.bench_report import OURS, Report, read_report, table
-from m1serve.kernels.bench_run import AGAIN, PARTS, Plan, run
+from m1serve.kernels.benchmark.bars import bars
+from m1serve.kernels.benchmark.peers_fetch import default_directory, fetch
+from m1serve.kernels.benchmark.report import OURS, Report, read_report, table
+from m1serve.kernels.benchmark.run import AGAIN, PARTS, Plan, run
 
 MAX_PROCESSES = 12
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from m1serve.kernels.bench import main, parse, summary
-from m1serve.kernels.bench_bars import bars
-from m1serve.kernels.bench_cases import (
+from m1serve.kernels.benchmark.bars import bars
+from m1serve.kernels.benchmark.cases import (
     FIRST,
     MIDDLE,
     SCALE,
@@ -29,20 +29,20 @@ from m1serve.kernels.bench_cases import (
     training_bytes,
     varlen_name,
 )
-from m1serve.kernels.bench_checks import CheckCase, Setting, forward_checks, peer_checks
-from m1serve.kernels.bench_inputs import (
+from m1serve.kernels.benchmark.checks import CheckCase, Setting, forward_checks, peer_checks
+from m1serve.kernels.benchmark.inputs import (
     Answer,
     Sequences,
     largest_difference,
     random_sequences,
     worst_error,
 )
-from m1serve.kernels.bench_layer_cases import FOUR_GEMMS, LOGPROBS_NAME
-from m1serve.kernels.bench_ours import M1serve
-from m1serve.kernels.bench_peers_fetch import Wheel, download_command, extract, fetch
-from m1serve.kernels.bench_report import Check, Report, Row, read_report, table
-from m1serve.kernels.bench_run import AGAIN, PARTS, Plan, all_checks, take
-from m1serve.kernels.bench_timing import Ceilings
+from m1serve.kernels.benchmark.layer_cases import FOUR_GEMMS, LOGPROBS_NAME
+from m1serve.kernels.benchmark.ours import M1serve
+from m1serve.kernels.benchmark.peers_fetch import Wheel, download_command, extract, fetch
+from m1serve.kernels.benchmark.report import Check, Report, Row, read_report, table
+from m1serve.kernels.benchmark.run import AGAIN, PARTS, Plan, all_checks, take
+from m1serve.kernels.benchmark.timing import Ceilings
 
 H200 = Ceilings(4.3, 790.0)
 SMALL = Setting(
@@ -328,16 +328,16 @@ def test_without_a_gpu_the_benchmark_says_so(
 HANGING = """
 import sys, time
 from pathlib import Path
-from m1serve.kernels import bench_run
-from m1serve.kernels.bench_cases import Case
-from m1serve.kernels.bench_report import Report, Row, read_report
+from m1serve.kernels.benchmark.run import Plan, take
+from m1serve.kernels.benchmark.cases import Case
+from m1serve.kernels.benchmark.report import Report, Row, read_report
 file = Path(sys.argv[1])
-plan = bench_run.Plan(command="", out=file, peers=None, only=(), is_quick=False, notes=None,
-                      budget_s=1, case_timeout_s=0.2)
+plan = Plan(command="", out=file, peers=None, only=(), is_quick=False, notes=None,
+            budget_s=1, case_timeout_s=0.2)
 report = read_report(file) if file.exists() else Report(command="", device="", date="", versions={})
 row = Row(op="decode", case="B=2", impl="m1serve", ms=1.0)
 for case, run in (("B=1", lambda: time.sleep(60)), ("B=2", lambda: row)):
-    bench_run.take(Case(op="decode", case=case, impl="m1serve", run=run), report, plan)
+    take(Case(op="decode", case=case, impl="m1serve", run=run), report, plan)
 """
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from m1serve.kernels.bench_checks import CheckCase, Setting
-from m1serve.kernels.bench_run import all_checks
+from m1serve.kernels.benchmark.checks import CheckCase, Setting
+from m1serve.kernels.benchmark.run import all_checks
 
 CASES = list(all_checks(Setting())) if torch.cuda.is_available() else []
 

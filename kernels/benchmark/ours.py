@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from m1serve.kernels.bench_inputs import Answer, Sequences
-from m1serve.kernels.bench_peers import Peer
-from m1serve.kernels.bench_report import OURS
+from m1serve.kernels.benchmark.inputs import Answer, Sequences
+from m1serve.kernels.benchmark.peers import Peer
+from m1serve.kernels.benchmark.report import OURS
 from m1serve.kernels.lightning import lightning_attention, lightning_decode, lightning_prefill
 
 ANY_LENGTH = 1 << 30

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from m1serve.kernels.bench_cases import (
+from m1serve.kernels.benchmark.cases import (
     FIRST,
     LAST,
     MIDDLE,
@@ -16,8 +16,8 @@ from m1serve.kernels.bench_cases import (
     share_name,
     varlen_name,
 )
-from m1serve.kernels.bench_layer_cases import FOUR_GEMMS, LOGPROBS_NAME
-from m1serve.kernels.bench_report import JsonRow, Report
+from m1serve.kernels.benchmark.layer_cases import FOUR_GEMMS, LOGPROBS_NAME
+from m1serve.kernels.benchmark.report import JsonRow, Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from m1serve.kernels.bench_inputs import (
+from m1serve.kernels.benchmark.inputs import (
     HEAD_DIM,
     Answer,
     Sequences,
@@ -23,9 +23,9 @@ from m1serve.kernels.bench_inputs import (
     worst,
     worst_error,
 )
-from m1serve.kernels.bench_ours import M1serve
-from m1serve.kernels.bench_peers import Peer
-from m1serve.kernels.bench_report import OURS
+from m1serve.kernels.benchmark.ours import M1serve
+from m1serve.kernels.benchmark.peers import Peer
+from m1serve.kernels.benchmark.report import OURS
 from m1serve.kernels.lightning import lightning_attention
 
 BARS = {torch.bfloat16: 3e-3, torch.float16: 3e-3, torch.float32: 1e-5}

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from m1serve.kernels.bench_checks import BARS, CheckCase, Setting, later
-from m1serve.kernels.bench_inputs import (
+from m1serve.kernels.benchmark.checks import BARS, CheckCase, Setting, later
+from m1serve.kernels.benchmark.inputs import (
     Answer,
     Sequences,
     answer_error,

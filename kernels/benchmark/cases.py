@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m1serve.kernels.bench_inputs import (
+from m1serve.kernels.benchmark.inputs import (
     HEAD_DIM,
     NUM_HEADS,
     Sequences,
     layer_slopes,
     random_sequences,
 )
-from m1serve.kernels.bench_peers import Peer
-from m1serve.kernels.bench_report import OURS, Row
-from m1serve.kernels.bench_timing import cold_ms, graph_ms
+from m1serve.kernels.benchmark.peers import Peer
+from m1serve.kernels.benchmark.report import OURS, Row
+from m1serve.kernels.benchmark.timing import cold_ms, graph_ms
 
 K = 1024
 LENGTHS = (K, 4 * K, 16 * K, 64 * K, 256 * K, 1024 * K)

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from m1serve.kernels.bench_inputs import Answer, Sequences, layer_slopes, random_sequences
-from m1serve.kernels.bench_peers_fetch import SITE
-from m1serve.kernels.bench_peers_load import import_from, load_file, vllm_surroundings
+from m1serve.kernels.benchmark.inputs import Answer, Sequences, layer_slopes, random_sequences
+from m1serve.kernels.benchmark.peers_fetch import SITE
+from m1serve.kernels.benchmark.peers_load import import_from, load_file, vllm_surroundings
 
 VLLM_FILE = "vllm/model_executor/layers/lightning_attn.py"
 SGLANG_FILE = "sglang/kernels/ops/attention/linear/seg_la.py"
@@ -240,7 +240,7 @@ PEERS: tuple[Callable[[Path], Peer], ...] = (Fla, Vllm, VllmLayer, Sglang)
 
 def compile_in_parallel(directory: Path, num_processes: int, *, timeout_s: float) -> None:
     """Fills Triton's cache with every configuration FLA's autotuner will try, on several cores."""
-    command = [sys.executable, "-m", "m1serve.kernels.bench_peers", str(directory)]
+    command = [sys.executable, "-m", "m1serve.kernels.benchmark.peers", str(directory)]
     children = [
         subprocess.Popen([*command, str(i), str(num_processes)], stderr=subprocess.DEVNULL)
         for i in range(num_processes)

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from m1serve.kernels.bench_checks import BARS, CheckCase, Setting, gradients
-from m1serve.kernels.bench_inputs import (
+from m1serve.kernels.benchmark.checks import BARS, CheckCase, Setting, gradients
+from m1serve.kernels.benchmark.inputs import (
     Answer,
     Sequences,
     largest_difference,
@@ -21,7 +21,7 @@ from m1serve.kernels.bench_inputs import (
     worst,
     worst_error,
 )
-from m1serve.kernels.bench_ours import M1serve
+from m1serve.kernels.benchmark.ours import M1serve
 
 DTYPE = torch.bfloat16
 NAN = float("nan")

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m1serve.kernels.bench_checks import BARS, CheckCase, Setting
-from m1serve.kernels.bench_inputs import worst, worst_error
+from m1serve.kernels.benchmark.checks import BARS, CheckCase, Setting
+from m1serve.kernels.benchmark.inputs import worst, worst_error
 from m1serve.kernels.logprobs import linear_logprobs
 from m1serve.kernels.moe import grouped_experts
 from m1serve.kernels.norm import gated_rms_norm

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from m1serve.kernels.bench_cases import Case
-from m1serve.kernels.bench_inputs import HEAD_DIM, NUM_HEADS
-from m1serve.kernels.bench_report import OURS, Row
-from m1serve.kernels.bench_timing import cold_ms
+from m1serve.kernels.benchmark.cases import Case
+from m1serve.kernels.benchmark.inputs import HEAD_DIM, NUM_HEADS
+from m1serve.kernels.benchmark.report import OURS, Row
+from m1serve.kernels.benchmark.timing import cold_ms
 from m1serve.kernels.logprobs import linear_logprobs
 from m1serve.kernels.moe import grouped_experts, looped
 from m1serve.kernels.norm import gated_rms_norm

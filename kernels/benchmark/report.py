@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from m1serve.kernels.bench_timing import Ceilings
+from m1serve.kernels.benchmark.timing import Ceilings
 
 OURS = "m1serve"
 JsonRow = dict[str, object]

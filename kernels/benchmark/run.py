@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from m1serve.kernels import bench_cases, bench_layer_cases
-from m1serve.kernels.bench_bars import bars
-from m1serve.kernels.bench_cases import Case, K
-from m1serve.kernels.bench_checks import (
+from m1serve.kernels.benchmark import cases, layer_cases
+from m1serve.kernels.benchmark.bars import bars
+from m1serve.kernels.benchmark.cases import Case, K
+from m1serve.kernels.benchmark.checks import (
     CheckCase,
     Setting,
     backward_checks,
@@ -29,15 +29,15 @@ from m1serve.kernels.bench_checks import (
     peer_checks,
     share_checks,
 )
-from m1serve.kernels.bench_decode_checks import decode_checks
-from m1serve.kernels.bench_isolation_checks import isolation_checks
-from m1serve.kernels.bench_layer_cases import LOOP, UNFUSED
-from m1serve.kernels.bench_layer_checks import layer_checks
-from m1serve.kernels.bench_ours import M1serve
-from m1serve.kernels.bench_peers import PEERS, Peer, compile_in_parallel
-from m1serve.kernels.bench_pool_checks import pool_checks
-from m1serve.kernels.bench_report import Check, Report, Row, read_report
-from m1serve.kernels.bench_timing import measure_ceilings
+from m1serve.kernels.benchmark.decode_checks import decode_checks
+from m1serve.kernels.benchmark.isolation_checks import isolation_checks
+from m1serve.kernels.benchmark.layer_cases import LOOP, UNFUSED
+from m1serve.kernels.benchmark.layer_checks import layer_checks
+from m1serve.kernels.benchmark.ours import M1serve
+from m1serve.kernels.benchmark.peers import PEERS, Peer, compile_in_parallel
+from m1serve.kernels.benchmark.pool_checks import pool_checks
+from m1serve.kernels.benchmark.report import Check, Report, Row, read_report
+from m1serve.kernels.benchmark.timing import measure_ceilings
 
 PARTS = (
     "prefill",
@@ -125,9 +125,9 @@ def our_cases(plan: Plan) -> Iterator[Case | CheckCase]:
     ours = M1serve()
     timed = dict(lightning_parts(ours, is_quick=plan.is_quick))
     timed |= {
-        "norm": bench_layer_cases.norm_cases(),
-        "moe": bench_layer_cases.expert_cases(),
-        "linear_logprobs": bench_layer_cases.logprob_cases(),
+        "norm": layer_cases.norm_cases(),
+        "moe": layer_cases.expert_cases(),
+        "linear_logprobs": layer_cases.logprob_cases(),
     }
     for part in plan.only:
         for case in timed.get(part, ()):
@@ -155,16 +155,16 @@ def all_checks(setting: Setting) -> Iterator[CheckCase]:
 
 def lightning_parts(impl: Peer, *, is_quick: bool) -> Iterator[tuple[str, Iterable[Case]]]:
     if is_quick:
-        yield "prefill", bench_cases.prefill_cases(impl, QUICK_LENGTHS)
-        yield "share", bench_cases.share_cases(impl, QUICK_LENGTHS[1:])
-        yield "forward_backward", bench_cases.training_cases(impl, QUICK_LENGTHS[:2])
-        yield "decode", bench_cases.decode_cases(impl, QUICK_BATCHES)
+        yield "prefill", cases.prefill_cases(impl, QUICK_LENGTHS)
+        yield "share", cases.share_cases(impl, QUICK_LENGTHS[1:])
+        yield "forward_backward", cases.training_cases(impl, QUICK_LENGTHS[:2])
+        yield "decode", cases.decode_cases(impl, QUICK_BATCHES)
     else:
-        yield "prefill", bench_cases.prefill_cases(impl)
-        yield "share", bench_cases.share_cases(impl)
-        yield "forward_backward", bench_cases.training_cases(impl)
-        yield "decode", bench_cases.decode_cases(impl)
-    yield "varlen", bench_cases.varlen_cases(impl)
+        yield "prefill", cases.prefill_cases(impl)
+        yield "share", cases.share_cases(impl)
+        yield "forward_backward", cases.training_cases(impl)
+        yield "decode", cases.decode_cases(impl)
+    yield "varlen", cases.varlen_cases(impl)
 
 
 def peer_cases(plan: Plan, report: Report) -> Iterator[Case | CheckCase]:

@@ -1,0 +1,1 @@
+"""What `kernels.bench` is made of: cases, checks, peers, timing, report."""
