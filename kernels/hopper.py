@@ -5,6 +5,9 @@ Shapes: T tokens, H heads, D head dim, S state slots, I items.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -13,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from m1serve.kernels.walk import pool_strides
 from m1serve.kernels.walk_hopper import CHUNK, HEAD_DIM, walk_kernel
 
+SWIZZLED = gl.NVMMASharedLayout(128, 16, 2)
 # of q, k and v in flight: what 227 KiB of shared memory hold beside the states and outputs
 STAGES = {64: 4, 128: 3}
 
@@ -32,16 +36,14 @@ def walk(
 ) -> None:
     """As `kernels.walk.walk`, a program for each `columns` (64 or 128) of the value columns."""
     H = q_THD.shape[1]
-    walk_kernel[(items_I4.shape[0] * H * (HEAD_DIM // columns),)](
-        _descriptor(q_THD, HEAD_DIM),
-        _descriptor(k_THD, HEAD_DIM),
-        _descriptor(v_THD, columns),
-        _descriptor(o_THD, columns),
+    pointers = (
         o_THD,
         slope_H if source_SHDD is None else source_SHDD,
         slope_H if target_SHDD is None else target_SHDD,
         items_I4,
         slope_H,
+    )
+    strides = (
         q_THD.stride(1),
         k_THD.stride(1),
         v_THD.stride(1),
@@ -49,21 +51,39 @@ def walk(
         o_THD.stride(1),
         *pool_strides(source_SHDD),
         *pool_strides(target_SHDD),
-        H=H,
-        V=columns,
-        STAGES=STAGES[columns],
-        REVERSE=reverse,
-        num_warps=4,
-        # said, because triton 3.9 warns where its default is taken
-        enable_fp_fusion=True,
     )
+    arguments = (
+        _descriptor(q_THD, HEAD_DIM),
+        _descriptor(k_THD, HEAD_DIM),
+        _descriptor(v_THD, columns),
+        _descriptor(o_THD, columns),
+        *pointers,
+        *strides,
+        H,
+        columns,
+        STAGES[columns],
+        reverse,
+    )
+    grid = (items_I4.shape[0] * H * (HEAD_DIM // columns), 1, 1)
+    # all that triton specialises on; a compiled kernel starts in a fifth of the time of its lookup
+    key = (q_THD.device, H, columns, reverse, strides, *(t.data_ptr() % 16 for t in pointers))
+    if key in _compiled:
+        _compiled[key][grid](*arguments)
+    else:
+        _compiled[key] = walk_kernel[grid](
+            # said, because triton 3.9 warns where its default is taken
+            *arguments, num_warps=4, enable_fp_fusion=True
+        )  # fmt: skip
+
+
+_compiled: dict[tuple[object, ...], Any] = {}
 
 
 def fits(*tensors_THD: Tensor) -> bool:
     """Whether TMA can read these: bf16, head dim 128, steps of 16 bytes, on a Hopper GPU."""
     return all(
         t.is_cuda
-        and torch.cuda.get_device_capability(t.device)[0] == 9
+        and _is_hopper(t.device)
         and t.dtype == torch.bfloat16
         and t.shape[2] == HEAD_DIM
         and t.shape[0] > 0
@@ -75,8 +95,12 @@ def fits(*tensors_THD: Tensor) -> bool:
     )
 
 
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 def _descriptor(t_THD: Tensor, columns: int) -> TensorDescriptor:
     T, H, D = t_THD.shape
     width = (H - 1) * t_THD.stride(1) + D
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor(t_THD, [T, width], [t_THD.stride(0), 1], [CHUNK, columns], layout)
+    return TensorDescriptor(t_THD, [T, width], [t_THD.stride(0), 1], [CHUNK, columns], SWIZZLED)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
 CHUNK = 64
@@ -105,7 +104,6 @@ def rounds(
     return [tuple(pieces) for pieces in launches]
 
 
-@lru_cache(maxsize=256)
 def make_plan(
     pieces: tuple[Piece, ...],
     windows: tuple[int, ...],

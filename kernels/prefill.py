@@ -43,35 +43,34 @@ def run_pieces(
     from its last token to its first: o_t = q_t sum over u >= t of exp(-s (u - t)) k_u v_u^T.
     """
     device, D = q_THD.device, q_THD.shape[2]
-    plan = make_plan(pieces, windows(slope_H), D, _num_sms(device), reverse=reverse)
-    run_plan(
-        q_THD, k_THD, v_THD, o_THD, slope_H, plan, source_SHDD, target_SHDD, reverse=reverse
+    work = _work(pieces, windows(slope_H), D, device, reverse)
+    run_work(
+        q_THD, k_THD, v_THD, o_THD, slope_H, work, source_SHDD, target_SHDD, reverse=reverse
     )  # fmt: skip
 
 
-def run_plan(
+def run_work(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THD: Tensor,
     o_THD: Tensor,
     slope_H: Tensor,
-    plan: Plan,
+    work: Work,
     source_SHDD: Tensor | None,
     target_SHDD: Tensor | None,
     *,
     reverse: bool = False,
 ) -> None:
     """As `run_pieces`, for pieces already planned in the direction of the walk."""
-    tables = _tables(plan, q_THD.device)
-    if plan.chains:
+    if work.plan.chains:
         with _current(q_THD.device):
             source_SHDD = portable.segment_starts(
-                k_THD, v_THD, slope_H, tables.runs_R4, tables.chains_G4, len(plan.items),
+                k_THD, v_THD, slope_H, work.runs_R4, work.chains_G4, len(work.plan.items),
                 source_SHDD, reverse=reverse,
             )  # fmt: skip
     run_items(
-        q_THD, k_THD, v_THD, o_THD, slope_H, tables.items_I4, source_SHDD, target_SHDD,
-        reverse=reverse, columns=plan.columns,
+        q_THD, k_THD, v_THD, o_THD, slope_H, work.items_I4, source_SHDD, target_SHDD,
+        reverse=reverse, columns=work.plan.columns,
     )  # fmt: skip
 
 
@@ -121,10 +120,11 @@ def windows(slope_H: Tensor) -> tuple[int, ...]:
 _windows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-class Tables:
-    """A plan's numbers on the device, in one copy."""
+class Work:
+    """A plan and its numbers on the device, in one copy."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan = plan
         items = [n for i in plan.items for n in (i.row, i.num_tokens, i.source, i.target)]
         runs = [n for r in plan.runs for n in (r.row, r.num_tokens, r.start_of, r.ahead)]
         chains = [n for c in plan.chains for n in (c.first, c.last, c.source, c.final)]
@@ -138,9 +138,16 @@ class Tables:
 
 
 # the layers of a model run the same pieces one after the other
-@lru_cache(maxsize=64)
-def _tables(plan: Plan, device: torch.device) -> Tables:
-    return Tables(plan, device)
+@lru_cache(maxsize=256)
+def _work(
+    pieces: tuple[Piece, ...],
+    head_windows: tuple[int, ...],
+    head_dim: int,
+    device: torch.device,
+    reverse: bool,
+) -> Work:
+    plan = make_plan(pieces, head_windows, head_dim, _num_sms(device), reverse=reverse)
+    return Work(plan, device)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -86,7 +86,7 @@ def test_segments_equal_the_recurrence(
     device: torch.device, dtype: torch.dtype, reverse: bool
 ) -> None:
     """Cut by hand: the planner keeps segments longer than an interpreter should walk."""
-    from m1serve.kernels.prefill import run_plan
+    from m1serve.kernels.prefill import Work, run_work
 
     rows = [(0, 64), (64, 128), (192, 70)]
     if reverse:
@@ -111,7 +111,8 @@ def test_segments_equal_the_recurrence(
     pool = states(2, 32, device)
     o = torch.full_like(qkv[0], torch.nan, memory_format=torch.contiguous_format)
     wanted, wanted_state = exact(qkv, SLOPE, pool[0], reverse=reverse)
-    run_plan(*qkv, o, SLOPE.to(device), plan, pool, pool, reverse=reverse)
+    work = Work(plan, device)
+    run_work(*qkv, o, SLOPE.to(device), work, pool, pool, reverse=reverse)
     assert worst_head(o, wanted, 1) < BARS[dtype]
     assert worst_head(pool[1], wanted_state, 0) < BARS[dtype]
 
