@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 CHUNK = 64
 MIN_SEGMENT = 16 * CHUNK
-# a local state costs its bytes twice, so a run of tokens must outweigh it
+# a run's state is written and read: 64 KiB twice beside the 512 bytes of each of its tokens
 MIN_RUN = 8 * CHUNK
 RUN_PROGRAMS_PER_SM = 2
 
@@ -21,7 +21,7 @@ RUN_PROGRAMS_PER_SM = 2
 # benchmarks/results/kernels-h200.json): two programs of 64 columns both read their head's q and k
 REACH = {64: 0.84, 128: 0.95}
 # two more launches cost as long as copying this many bytes does
-FIRST_PASS_BYTES = 34_000_000
+FIRST_PASS_BYTES = 60_000_000
 BYTES_PER_VALUE = 2
 FOREVER = 2**62
 
@@ -57,6 +57,8 @@ class Run:
     """The segment that starts where this run does, or NO_SLOT: its start state is then kept."""
     ahead: int
     """Tokens between this run's end and the next segment's start."""
+    fade: int
+    """Tokens between the end of the run before it, or the segment's start, and its own end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,8 @@ def _cost(plan: Plan, windows: tuple[int, ...], head_dim: int, num_sms: int) -> 
     """Bytes to move, as if all of the machine moved them at the rate of a copy."""
     num_heads = len(windows)
     num_bytes = 4 * num_heads * sum(item.num_tokens for item in plan.items)
-    starts = [0, *(index for index, run in enumerate(plan.runs) if run.start_of >= 0)]
-    for begin, end in pairwise([*starts[1:], len(plan.runs)]):
-        segment = sum(run.num_tokens for run in plan.runs[begin:end])
-        num_bytes += 2 * sum(min(segment, window) for window in windows)
+    for run in plan.runs:
+        num_bytes += 2 * sum(min(max(w - run.ahead, 0), run.num_tokens) for w in windows)
     num_bytes *= BYTES_PER_VALUE * head_dim
     fixed = FIRST_PASS_BYTES if plan.chains else 0
     return num_bytes / _reach(len(plan.items), num_heads, head_dim, plan.columns, num_sms) + fixed
@@ -166,8 +166,8 @@ def _cut_pieces(
     if max(shares, default=1) == 1:
         return Plan(items=pieces, columns=columns)
     # of segments with a successor: the last ones' own states have no reader
-    num_read = sum(shares) - len(shares)
-    runs_each = max(1, RUN_PROGRAMS_PER_SM * num_sms // (num_heads * num_read))
+    longest = max(total // sum(shares), MIN_SEGMENT)
+    run_tokens = _run_tokens(longest, windows, sum(shares) - len(shares), num_sms)
     items: list[Piece] = []
     runs: list[Run] = []
     chains: list[Chain] = []
@@ -182,23 +182,44 @@ def _cut_pieces(
             index = len(items)
             items.append(Piece(_row(piece, start, count, reverse), count, index, target))
             if not is_last:
-                runs += _runs(piece, start, count, index, runs_each, reverse)
+                reach = min(count, _whole_chunks(max(windows)))
+                runs += _runs(piece, start, count, reach, run_tokens, index, reverse)
         chains.append(Chain(first_run, len(runs), piece.source, len(items) - 1))
     return Plan(items=tuple(items), columns=columns, runs=tuple(runs), chains=tuple(chains))
 
 
+def _run_tokens(segment: int, windows: tuple[int, ...], num_read: int, num_sms: int) -> int:
+    """Shortest runs that still are no more programs with work than the machine runs at once."""
+    run_tokens = MIN_RUN
+    while run_tokens < segment:
+        programs = num_read * sum(-(-min(segment, window) // run_tokens) for window in windows)
+        if programs <= RUN_PROGRAMS_PER_SM * num_sms:
+            break
+        run_tokens *= 2
+    return run_tokens
+
+
 def _runs(
-    piece: Piece, start: int, count: int, segment: int, parts: int, reverse: bool
+    piece: Piece, start: int, count: int, reach: int, run_tokens: int, segment: int, reverse: bool
 ) -> list[Run]:
-    return [
-        Run(
-            _row(piece, start + begin, tokens, reverse),
-            tokens,
-            NO_SLOT if begin else segment,
-            count - begin - tokens,
+    """Runs over the last `reach` tokens of the segment [start, start + count)."""
+    runs: list[Run] = []
+    for begin, tokens in _spans(_cut(reach, max(1, reach // run_tokens), MIN_RUN)):
+        first = count - reach + begin
+        runs.append(
+            Run(
+                _row(piece, start + first, tokens, reverse),
+                tokens,
+                NO_SLOT if runs else segment,
+                reach - begin - tokens,
+                tokens if runs else first + tokens,
+            )
         )
-        for begin, tokens in _spans(_cut(count, parts, MIN_RUN))
-    ]
+    return runs
+
+
+def _whole_chunks(num_tokens: int) -> int:
+    return -(-num_tokens // CHUNK) * CHUNK
 
 
 def _spans(lengths: list[int]) -> list[tuple[int, int]]:

@@ -16,9 +16,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from m1serve.kernels import walk as portable
 from m1serve.kernels.plan import FOREVER, Piece, Plan, best_columns, make_plan
 
-# exp(-20) = 2e-9 of a token is below fp32 rounding; `walk.run_kernel` skips by the same number
-CUT = 20.0
-
 try:
     from m1serve.kernels import hopper
 except ImportError:  # a triton without Gluon, or with another Gluon
@@ -65,7 +62,7 @@ def run_work(
     if work.plan.chains:
         with _current(q_THD.device):
             source_SHDD = portable.segment_starts(
-                k_THD, v_THD, slope_H, work.runs_R4, work.chains_G4, len(work.plan.items),
+                k_THD, v_THD, slope_H, work.runs_R5, work.chains_G4, len(work.plan.items),
                 source_SHDD, reverse=reverse,
             )  # fmt: skip
     run_items(
@@ -111,7 +108,7 @@ def windows(slope_H: Tensor) -> tuple[int, ...]:
     if found is None:
         if slope_H.is_cuda and torch.cuda.is_current_stream_capturing():
             return (FOREVER,) * slope_H.shape[0]
-        found = tuple(min(int(CUT / s) + 1, FOREVER) for s in slope_H.tolist())
+        found = tuple(min(int(portable.FORGOTTEN / s) + 1, FOREVER) for s in slope_H.tolist())
         _windows[slope_H] = found
     return found
 
@@ -126,14 +123,14 @@ class Work:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan = plan
         items = [n for i in plan.items for n in (i.row, i.num_tokens, i.source, i.target)]
-        runs = [n for r in plan.runs for n in (r.row, r.num_tokens, r.start_of, r.ahead)]
+        runs = [n for r in plan.runs for n in (r.row, r.num_tokens, r.start_of, r.ahead, r.fade)]
         chains = [n for c in plan.chains for n in (c.first, c.last, c.source, c.final)]
         flat = torch.tensor(items + runs + chains, dtype=torch.int64)
         if device.type == "cuda":
             # pinned, so that the host does not wait for what the device is doing
             flat = flat.pin_memory().to(device, non_blocking=True)
         parts = torch.split(flat, [len(items), len(runs), len(chains)])
-        self.items_I4, self.runs_R4 = parts[0].view(-1, 4), parts[1].view(-1, 4)
+        self.items_I4, self.runs_R5 = parts[0].view(-1, 4), parts[1].view(-1, 5)
         self.chains_G4 = parts[2].view(-1, 4)
 
 

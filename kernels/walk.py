@@ -2,10 +2,10 @@
 
 A walk reads an item's tokens in chunks with the state on chip; backwards it reads them from the
 last to the first, and all else is the same. README.md has the maths.
-Shapes: T tokens, H heads, D head dim, S state slots, I items of (row, tokens, source slot, target
-slot), R runs of (row, tokens, segment that starts there, tokens
-from its end to the next segment), G chains of (first run, last run, source
-slot, final segment); slot -1 is none. All tables are int64.
+Shapes: T tokens, H heads, D head dim, S state slots. Tables are int64 and slot -1 is none: I items
+of (row, tokens, source slot, target slot); R runs of (row, tokens, segment that starts with it,
+tokens from its end to the next segment, tokens that the state before it fades by); G chains of
+(first run, last run, source slot, final segment).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# exp(-20) = 2e-9: what a run's state keeps of tokens that far from its end is below fp32 rounding
-CUT = tl.constexpr(20.0)
+# exp(-17) = 4e-8: what a state keeps of a token that far back is below fp32 rounding
+FORGOTTEN = 17.0
+CUT = tl.constexpr(FORGOTTEN)
 
 
 @triton.jit
@@ -37,6 +38,13 @@ def _split_dot(a, b, BF16: tl.constexpr, PRECISION: tl.constexpr):
     else:
         c = tl.dot(a, b, input_precision=PRECISION)
     return c
+
+
+@triton.jit
+def _loss(x):
+    """1 - exp(-x) to full fp32 precision, x >= 0."""
+    series = x * (1 - x / 2 * (1 - x / 3 * (1 - x / 4 * (1 - x / 5))))
+    return tl.where(x < 0.25, series, 1 - tl.exp2(-x * LOG2E))
 
 
 @triton.jit
@@ -64,7 +72,8 @@ def walk_kernel(
     num_tokens = tl.load(item + 1).to(tl.int32)
     src = tl.load(item + 2)
     dst = tl.load(item + 3)
-    rate = tl.load(SLOPE + head) * LOG2E
+    slope = tl.load(SLOPE + head)
+    rate = slope * LOG2E
     i_D = tl.arange(0, D)
     i_V = column + tl.arange(0, BLOCK_V)
     i_T = tl.arange(0, BLOCK_T)
@@ -92,8 +101,9 @@ def walk_kernel(
         count = tl.minimum(num_tokens - c * BLOCK_T, BLOCK_T)
         left_T = tl.maximum(count - 1 - i_T, 0).to(tl.float32)
         faded = v.to(tl.float32) * tl.exp2(-rate * left_T)[:, None]
-        keep = tl.exp2(-rate * count.to(tl.float32))
-        state = state * keep + _dot(tl.trans(k), faded.to(k.dtype), PRECISION)
+        added = _dot(tl.trans(k), faded.to(k.dtype), PRECISION)
+        # not state * exp(-s n): one rounded factor, taken thousands of times, drifts
+        state += added - state * _loss(slope * count.to(tl.float32))
     if dst >= 0:
         at = DST + dst * dst_slot + head * dst_head
         tl.store(at + i_D[:, None] * dst_k + i_V[None, :] * dst_v, state)
@@ -105,23 +115,28 @@ def run_kernel(
     H: tl.constexpr, D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
     BF16: tl.constexpr, PRECISION: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What a run alone adds to the state: sum of decayed k v^T, fp32 [D, BLOCK_V]."""
+    """What a run alone adds to the state: sum of decayed k v^T, fp32 [D, BLOCK_V].
+
+    A head that forgets all of the run before the next segment writes nothing, and none is read.
+    """
     pid = tl.program_id(0)
     column = (pid % (D // BLOCK_V)) * BLOCK_V
     head = ((pid // (D // BLOCK_V)) % H).to(tl.int64)
     index = pid // (D // BLOCK_V * H)
-    row = tl.load(RUN + index * 4)
-    num_tokens = tl.load(RUN + index * 4 + 1).to(tl.int32)
-    ahead = tl.load(RUN + index * 4 + 3).to(tl.int32)
+    row = tl.load(RUN + index * 5)
+    num_tokens = tl.load(RUN + index * 5 + 1).to(tl.int32)
+    ahead = tl.load(RUN + index * 5 + 3).to(tl.int32)
     slope = tl.load(SLOPE + head)
     rate = slope * LOG2E
     i_D = tl.arange(0, D)
     i_V = column + tl.arange(0, BLOCK_V)
     i_T = tl.arange(0, BLOCK_T)
     fade_T = tl.exp2(-rate * (BLOCK_T - 1 - i_T).to(tl.float32))
-    keep = tl.exp2(-rate * BLOCK_T)
+    loss = _loss(slope * BLOCK_T)
     window = tl.minimum(CUT / slope + 1.0, 1.0e9).to(tl.int32)
-    skipped = tl.maximum(num_tokens - tl.maximum(window - ahead, 0), 0) // BLOCK_T
+    if window <= ahead:
+        return
+    skipped = tl.maximum(num_tokens - (window - ahead), 0) // BLOCK_T
     if REVERSE:
         rows_T = row + num_tokens - 1 - i_T - skipped * BLOCK_T
         step = -BLOCK_T
@@ -137,7 +152,10 @@ def run_kernel(
         if not BF16:
             k = k.to(tl.float32)
         faded = v.to(tl.float32) * fade_T[:, None]
-        state = tl.dot(tl.trans(k), faded.to(k.dtype), state * keep, input_precision=PRECISION)
+        if BF16:
+            state = tl.dot(tl.trans(k), faded.to(k.dtype), state * (1 - loss))
+        else:
+            state += _dot(tl.trans(k), faded, PRECISION) - state * loss
         k_at += tl.cast(step, tl.int64) * k_token
         v_at += tl.cast(step, tl.int64) * v_token
     at = LOCAL + (index.to(tl.int64) * H + head) * D * D
@@ -157,7 +175,9 @@ def chain_kernel(
     first = tl.load(chain)
     last = tl.load(chain + 1)
     src = tl.load(chain + 2)
-    rate = tl.load(SLOPE + head) * LOG2E
+    slope = tl.load(SLOPE + head)
+    rate = slope * LOG2E
+    window = tl.minimum(CUT / slope + 1.0, 1.0e9).to(tl.int32)
     within = head * D * D + i_K[:, None] * D + i_D[None, :]
     state = tl.zeros([BLOCK_K, D], dtype=tl.float32)
     if src >= 0:
@@ -165,9 +185,10 @@ def chain_kernel(
         state = tl.load(at + i_K[:, None] * src_k + i_D[None, :] * src_v)
     for j in tl.range(first, last, num_stages=STAGES):
         run = tl.cast(j, tl.int64)
-        num_tokens = tl.load(RUN + run * 4 + 1).to(tl.float32)
-        segment = tl.load(RUN + run * 4 + 2)
-        local = tl.load(LOCAL + run * (H * D * D) + within)
+        num_tokens = tl.load(RUN + run * 5 + 4).to(tl.float32)
+        segment = tl.load(RUN + run * 5 + 2)
+        is_read = i_K[:, None] * 0 + tl.load(RUN + run * 5 + 3) < window
+        local = tl.load(LOCAL + run * (H * D * D) + within, is_read, 0.0)
         is_start = i_K[:, None] * 0 + segment >= 0
         tl.store(START + segment * (H * D * D) + within, state, mask=is_start)
         state = state * tl.exp2(-rate * num_tokens) + local
@@ -210,7 +231,7 @@ def segment_starts(
     k_THD: Tensor,
     v_THD: Tensor,
     slope_H: Tensor,
-    runs_R4: Tensor,
+    runs_R5: Tensor,
     chains_G4: Tensor,
     num_segments: int,
     source_SHDD: Tensor | None,
@@ -219,20 +240,20 @@ def segment_starts(
 ) -> Tensor:
     """fp32 states [segments, H, D, D] before the chains' segments; others are left unwritten."""
     _, H, D = k_THD.shape
-    num_runs = runs_R4.shape[0]
+    num_runs = runs_R5.shape[0]
     states = torch.empty(num_runs + num_segments, H, D, D, device=k_THD.device)
     local, start = states[:num_runs], states[num_runs:]
     is_bf16 = k_THD.dtype == torch.bfloat16
     block_v = D if is_bf16 else min(D, 64)
     if num_runs:
         run_kernel[(num_runs * H * (D // block_v),)](
-            k_THD, v_THD, local, runs_R4, slope_H, *k_THD.stride()[:2], *v_THD.stride()[:2],
+            k_THD, v_THD, local, runs_R5, slope_H, *k_THD.stride()[:2], *v_THD.stride()[:2],
             H=H, D=D, BLOCK_V=block_v, BLOCK_T=64 if is_bf16 else 32, REVERSE=reverse,
             STAGES=3 if is_bf16 else 1, num_warps=8 if block_v == 128 else 4,
             enable_fp_fusion=True, **arithmetic(k_THD.dtype),
         )  # fmt: skip
     chain_kernel[(D // 8, H, chains_G4.shape[0])](
-        local, start, slope_H if source_SHDD is None else source_SHDD, runs_R4, chains_G4, slope_H,
+        local, start, slope_H if source_SHDD is None else source_SHDD, runs_R5, chains_G4, slope_H,
         *pool_strides(source_SHDD), H=H, D=D, BLOCK_K=8, STAGES=4, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip

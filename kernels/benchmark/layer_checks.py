@@ -43,6 +43,7 @@ def layer_checks(setting: Setting) -> Iterator[CheckCase]:
                 bar=LOGPROB_BAR if part == "results" else BARS[torch.bfloat16],
                 run=partial(_logprob_error, setting, num_tokens, part),
             )
+    for num_tokens in (8, 300):
         yield CheckCase(
             op="moe",
             case=f"T={num_tokens}, y and its gradients",

@@ -18,7 +18,7 @@ from m1serve.kernels.plan import (
 D, SMS = 128, 132
 # heads that never forget, and M1's first layer
 SLOW_64, SLOW_8 = (FOREVER,) * 64, (FOREVER,) * 8
-FAST_64 = tuple(int(20 / slope) + 1 for slope in slopes(64, 80, 0).tolist())
+FAST_64 = tuple(int(17 / slope) + 1 for slope in slopes(64, 80, 0).tolist())
 
 
 def covered(plan: Plan) -> list[int]:
@@ -54,6 +54,15 @@ def test_few_heads_cut_a_long_sequence_into_one_wave_of_segments() -> None:
     assert all(run.row + run.num_tokens + run.ahead in ends for run in plan.runs)
     (chain,) = plan.chains
     assert (chain.first, chain.last, chain.source, chain.final) == (0, len(plan.runs), 5, 15)
+
+
+def test_runs_reach_back_as_far_as_the_slowest_head_remembers() -> None:
+    (piece,) = (Piece(0, 65_536, NO_SLOT, 0),)
+    plan = make_plan((piece,), FAST_64, D, SMS)
+    boundary = plan.items[1].row
+    assert boundary - plan.runs[0].row == pytest.approx(max(FAST_64), abs=CHUNK)
+    assert plan.runs[-1].row + plan.runs[-1].num_tokens == boundary
+    assert sum(run.fade for run in plan.runs) == boundary
 
 
 def test_a_walk_backwards_cuts_from_the_end() -> None:

@@ -100,7 +100,11 @@ def test_segments_equal_the_recurrence(
         ),
         runs=tuple(
             Run(
-                262 - start - count if reverse else start, count, segment, 64 if segment == 1 else 0
+                262 - start - count if reverse else start,
+                count,
+                segment,
+                64 if segment == 1 else 0,
+                count,
             )
             for start, count, segment in spans
         ),
