@@ -163,9 +163,28 @@ def run_kernel(
 
 
 @triton.jit
+def _run_state(LOCAL, RUN, j, last, within, window, H: tl.constexpr, D: tl.constexpr):
+    """A run's fade, the segment it starts (or -1), and its own state; past the last, nothing."""
+    run = tl.cast(j, tl.int64)
+    is_run = run < last
+    segment = tl.load(RUN + run * 5 + 2, is_run, -1)
+    ahead = tl.load(RUN + run * 5 + 3, is_run, 0)
+    fade = tl.load(RUN + run * 5 + 4, is_run, 0)
+    num_read = tl.where(is_run & (ahead < window), H * D * D, 0)
+    return fade, segment, tl.load(LOCAL + run * (H * D * D) + within, within < num_read, 0.0)
+
+
+@triton.jit
+def _pass_run(START, state, fade, segment, local, rate, within, H: tl.constexpr, D: tl.constexpr):
+    num_written = tl.where(segment >= 0, H * D * D, 0)
+    tl.store(START + segment * (H * D * D) + within, state, within < num_written)
+    return state * tl.exp2(-rate * fade.to(tl.float32)) + local
+
+
+@triton.jit
 def chain_kernel(
     LOCAL, START, SRC, RUN, CHAIN, SLOPE, src_slot, src_head, src_k, src_v,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Carry a piece's state over its runs and write it where segments start."""
     i_D = tl.arange(0, D)
@@ -183,15 +202,16 @@ def chain_kernel(
     if src >= 0:
         at = SRC + src * src_slot + head * src_head
         state = tl.load(at + i_K[:, None] * src_k + i_D[None, :] * src_v)
-    for j in tl.range(first, last, num_stages=STAGES):
-        run = tl.cast(j, tl.int64)
-        num_tokens = tl.load(RUN + run * 5 + 4).to(tl.float32)
-        segment = tl.load(RUN + run * 5 + 2)
-        is_read = i_K[:, None] * 0 + tl.load(RUN + run * 5 + 3) < window
-        local = tl.load(LOCAL + run * (H * D * D) + within, is_read, 0.0)
-        is_start = i_K[:, None] * 0 + segment >= 0
-        tl.store(START + segment * (H * D * D) + within, state, mask=is_start)
-        state = state * tl.exp2(-rate * num_tokens) + local
+    # four at a time, so that their loads are under way together
+    for j in range(first, last, 4):
+        fade_0, segment_0, local_0 = _run_state(LOCAL, RUN, j, last, within, window, H, D)
+        fade_1, segment_1, local_1 = _run_state(LOCAL, RUN, j + 1, last, within, window, H, D)
+        fade_2, segment_2, local_2 = _run_state(LOCAL, RUN, j + 2, last, within, window, H, D)
+        fade_3, segment_3, local_3 = _run_state(LOCAL, RUN, j + 3, last, within, window, H, D)
+        state = _pass_run(START, state, fade_0, segment_0, local_0, rate, within, H, D)
+        state = _pass_run(START, state, fade_1, segment_1, local_1, rate, within, H, D)
+        state = _pass_run(START, state, fade_2, segment_2, local_2, rate, within, H, D)
+        state = _pass_run(START, state, fade_3, segment_3, local_3, rate, within, H, D)
     tl.store(START + tl.load(chain + 3) * (H * D * D) + within, state)
 
 
@@ -254,7 +274,7 @@ def segment_starts(
         )  # fmt: skip
     chain_kernel[(D // 8, H, chains_G4.shape[0])](
         local, start, slope_H if source_SHDD is None else source_SHDD, runs_R5, chains_G4, slope_H,
-        *pool_strides(source_SHDD), H=H, D=D, BLOCK_K=8, STAGES=4, num_warps=4,
+        *pool_strides(source_SHDD), H=H, D=D, BLOCK_K=8, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip
     return start
