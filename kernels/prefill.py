@@ -59,6 +59,7 @@ def run_work(
     reverse: bool = False,
 ) -> None:
     """As `run_pieces`, for pieces already planned in the direction of the walk."""
+    work.join()
     if work.plan.chains:
         with _current(q_THD.device):
             source_SHDD = portable.segment_starts(
@@ -118,20 +119,45 @@ _windows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Work:
-    """A plan and its numbers on the device, in one copy."""
+    """A plan and its numbers on the device, in one copy that any stream may use after `join`."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.plan = plan
+        self.plan, self.device = plan, device
         items = [n for i in plan.items for n in (i.row, i.num_tokens, i.source, i.target)]
         runs = [n for r in plan.runs for n in (r.row, r.num_tokens, r.start_of, r.ahead, r.fade)]
         chains = [n for c in plan.chains for n in (c.first, c.last, c.source, c.final)]
-        flat = torch.tensor(items + runs + chains, dtype=torch.int64)
+        self.numbers = torch.tensor(items + runs + chains, dtype=torch.int64)
         if device.type == "cuda":
-            # pinned, so that the host does not wait for what the device is doing
-            flat = flat.pin_memory().to(device, non_blocking=True)
-        parts = torch.split(flat, [len(items), len(runs), len(chains)])
+            self._copy()
+        parts = torch.split(self.numbers, [len(items), len(runs), len(chains)])
         self.items_I4, self.runs_R5 = parts[0].view(-1, 4), parts[1].view(-1, 5)
         self.chains_G4 = parts[2].view(-1, 4)
+
+    def _copy(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a prefill of lengths that never ran is being captured, wanted one call of it "
+                "before the capture: that call copies its tables to the device"
+            )
+        # from pageable memory, which the driver reads before it returns: the host does not wait
+        self.numbers = self.numbers.to(self.device, non_blocking=True)
+        self.stream = torch.cuda.current_stream(self.device)
+        self.copied = self.stream.record_event()
+
+    def join(self) -> None:
+        """Order the copy before what the current stream does next, and keep it until then."""
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            _captured.add(self)
+        elif stream != self.stream:
+            stream.wait_event(self.copied)
+            self.numbers.record_stream(stream)
+
+
+# a graph reads its tables for as long as it may be replayed
+_captured: set[Work] = set()
 
 
 # the layers of a model run the same pieces one after the other

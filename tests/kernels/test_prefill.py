@@ -228,3 +228,42 @@ def test_what_does_not_fit_is_refused(change: dict[str, object], message: str) -
     qkv = packed(10, 32, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=message):
         lightning_prefill(*qkv, SLOPE, **({"cu_seqlens": [0, 10]} | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+def test_a_captured_prefill_replays_on_other_inputs() -> None:
+    """Long enough to be cut into segments, so that every kernel of a prefill is captured."""
+    device = torch.device("cuda")
+    slope = slopes(64, 80, 78)[:8].to(device)
+    qkv = torch.randn(8192, 8, 384, device=device).bfloat16()
+    q, k, v = qkv.split(128, -1)
+    bounds = [0, 8192]
+    with (
+        pytest.raises(RuntimeError, match="before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        lightning_prefill(q, k, v, slope, cu_seqlens=bounds)
+    lightning_prefill(q, k, v, slope, cu_seqlens=bounds)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = lightning_prefill(q, k, v, slope, cu_seqlens=bounds)
+    qkv.copy_(torch.randn_like(qkv))
+    graph.replay()
+    assert torch.equal(o, lightning_prefill(q, k, v, slope, cu_seqlens=bounds))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="streams need a CUDA device")
+def test_a_plan_made_on_one_stream_serves_another() -> None:
+    device = torch.device("cuda")
+    slope = slopes(64, 80, 78)[:8].to(device)
+    q, k, v = torch.randn(8256, 8, 384, device=device).bfloat16().split(128, -1)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+        first = lightning_prefill(q, k, v, slope, cu_seqlens=[0, 8256])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        second = lightning_prefill(q, k, v, slope, cu_seqlens=[0, 8256])
+    torch.cuda.synchronize()
+    assert torch.equal(first, second)
