@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Walk = Callable[..., None]
 
@@ -57,6 +58,7 @@ class _Attention(torch.autograd.Function):
         return o_THD, final_NHDD
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any,  # noqa: ANN401
         do_THD: Tensor | None,

@@ -13,6 +13,8 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (32, 64, 128)
+MAX_ROWS = 65535
+"""Of a decode step: what a CUDA grid holds."""
 
 
 def check_qkv(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
@@ -110,9 +112,13 @@ def check_decode(
     """All of one decode step. Slots on a device are not read: only their number and dtype count."""
     check_qkv(q_BHD, k_BHD, v_BHD)
     B, H, D = q_BHD.shape
+    if B > MAX_ROWS:
+        raise ValueError(f"q has {B} rows, wanted at most {MAX_ROWS}: split the step")
     check_slope(slope_H, H)
     check_pool(pool_SHDD, H, D)
     check_index_tensor(slot_B, "slots")
+    if not slot_B.is_contiguous():
+        raise ValueError(f"slots have stride {slot_B.stride(0)}, wanted 1: pass .contiguous()")
     if slot_B.shape != (B,):
         raise ValueError(f"slots has shape {list(slot_B.shape)}, wanted [{B}]: one a row of q")
     check_devices(q_BHD.device, slope=slope_H, pool=pool_SHDD, slots=slot_B)

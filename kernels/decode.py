@@ -14,6 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+try:
+    from m1serve.kernels import decode_hopper
+except (ImportError, AttributeError):  # a triton without Gluon, or with another Gluon
+    decode_hopper = None  # type: ignore[assignment]
+
 
 def decode(
     q_BHD: Tensor,
@@ -28,17 +33,22 @@ def decode(
 ) -> Tensor:
     """o [B, H, D] in q's dtype; the slots' fp32 states take the token in place.
 
-    Row b reads and writes pool[slot_B[b]]; a negative slot gives zeros and touches no state. Two
-    rows of one call must not share a slot, nor may `out` overlap q, k or v. `silu` applies SiLU to
-    q, k and v, rounded to their dtype. Nothing is read back by the host, so it can be captured.
+    Row b reads and writes pool[slot_B[b]]; a negative slot gives zeros and touches no state, one
+    past the pool gives NaN. Two rows of one call must not share a slot, nor may `out` overlap q, k
+    or v. `silu` applies SiLU to q, k and v, rounded to their dtype. Nothing is read back by the
+    host, so it can be captured.
     """
     B, H, D = q_BHD.shape
-    o_BHD = torch.empty((B, H, D), dtype=q_BHD.dtype, device=q_BHD.device)
-    if out_BHD is not None:
-        o_BHD = out_BHD
+    if out_BHD is None:
+        out_BHD = torch.empty((B, H, D), dtype=q_BHD.dtype, device=q_BHD.device)
+    o_BHD = out_BHD
     if B == 0:
         return o_BHD
-    options = tiling(B, D)
+    if decode_hopper is not None and decode_hopper.fits(q_BHD):
+        return decode_hopper.decode(
+            q_BHD, k_BHD, v_BHD, slope_H, pool_SHDD, slot_B, silu=silu, out_BHD=o_BHD
+        )
+    options = tiling(D)
     _decode[(D // options["BLOCK_V"], H, B)](
         q_BHD,
         k_BHD,
@@ -52,6 +62,7 @@ def decode(
         *v_BHD.stride()[:2],
         *o_BHD.stride()[:2],
         pool_SHDD.stride(0),
+        pool_SHDD.shape[0],
         SILU=silu,
         D=D,
         # said, because triton 3.9 warns where its default is taken
@@ -61,14 +72,9 @@ def decode(
     return o_BHD
 
 
-def tiling(num_rows: int, head_dim: int) -> dict[str, int]:
-    """Small tiles fill the machine when there are few rows, wide ones stream better."""
-    block_v, num_warps = 64, 8
-    if num_rows <= 2:
-        block_v, num_warps = 16, 2
-    elif num_rows <= 4:
-        block_v, num_warps = 16, 1
-    return {"BLOCK_V": min(block_v, head_dim), "num_warps": num_warps}
+def tiling(head_dim: int) -> dict[str, int]:
+    """One tile for any number of rows, so that no row's bits depend on how many there are."""
+    return {"BLOCK_V": min(64, head_dim), "num_warps": 8}
 
 
 @triton.jit
@@ -89,6 +95,7 @@ def _decode(
     o_row,
     o_head,
     pool_slot,
+    num_slots,
     SILU: tl.constexpr,
     D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -99,8 +106,9 @@ def _decode(
     i_K = tl.arange(0, D)
     i_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     o_ptr_V = o_BHD + row * o_row + head * o_head + i_V
-    if slot < 0:
-        tl.store(o_ptr_V, tl.zeros([BLOCK_V], dtype=o_BHD.dtype.element_ty))
+    if (slot < 0) | (slot >= num_slots):
+        nothing_V = tl.zeros([BLOCK_V], dtype=tl.float32) + tl.where(slot < 0, 0.0, float("nan"))
+        tl.store(o_ptr_V, nothing_V.to(o_BHD.dtype.element_ty))
         return
     # the long load first: the short ones arrive while it is under way
     s_ptr_KV = pool_SHDD + slot * pool_slot + head * (D * D) + (i_K[:, None] * D + i_V[None, :])

@@ -66,7 +66,8 @@ def walk(
     )
     grid = (items_I4.shape[0] * H * (HEAD_DIM // columns), 1, 1)
     # all that triton specialises on: its own lookup would cost the host more than the launch
-    key = (q_THD.device, H, columns, reverse, strides, *(t.data_ptr() % 16 for t in pointers))
+    kinds = ((t.dtype, t.data_ptr() % 16) for t in pointers)
+    key = (q_THD.device, H, columns, reverse, strides, *kinds)
     if key in _compiled:
         _compiled[key][grid](*arguments)
     else:

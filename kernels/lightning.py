@@ -50,7 +50,8 @@ def lightning_prefill(
     need no copy. Sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1], starts from the state in
     slot initial_slots[n] of the fp32 pool and leaves its last one in final_slots[n]; NO_SLOT starts
     from zeros or keeps nothing, None is NO_SLOT for all. The two may be the same slot. `snapshots`
-    keep states in between. No gradients. A ValueError comes before any launch.
+    keep states in between. `out` must not overlap q, k, v. A ValueError comes
+    before any launch, also where a gradient is wanted: there are none.
     """
     checks.check_qkv(q_THD, k_THD, v_THD)
     T, H, D = q_THD.shape
@@ -66,6 +67,7 @@ def lightning_prefill(
     check_owners(initial, final, snapshots)
     if out_THD is not None:
         checks.check_out(out_THD, q_THD)
+    _check_no_gradients(q_THD, k_THD, v_THD)
     o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     o_THD = o_THD if out_THD is None else out_THD
     run = walk_pieces_on(q_THD.device)
@@ -93,6 +95,7 @@ def lightning_decode(
     nothing waits for the device, so the step can be captured in a graph.
     """
     checks.check_decode(q_BHD, k_BHD, v_BHD, slope_H, pool_SHDD, slot_B, out_BHD)
+    _check_no_gradients(q_BHD, k_BHD, v_BHD, pool_SHDD)
     if q_BHD.is_cuda:
         from m1serve.kernels.decode import decode
 
@@ -153,6 +156,9 @@ def lightning_rows(
     else:
         walk = walk_counts(count_B, T)
     checks.check_qkv(q_THD, k_THD, v_THD)
+    checks.check_slope(slope_H, q_THD.shape[1])
+    if state_BHDD is not None:
+        checks.check_states(state_BHDD, B, *q_THD.shape[1:])
     o_THD, after_BHDD = attend(q_THD, k_THD, v_THD, slope_H, state_BHDD, walk, B)
     return o_THD.view(B, T, *o_THD.shape[1:]), after_BHDD
 
@@ -179,6 +185,14 @@ def lightning_rows_step(
     row_B = torch.arange(q_BHD.shape[0], device=q_BHD.device)
     slot_B = row_B if count_B is None else torch.where(count_B > 0, row_B, NO_SLOT)
     return lightning_decode(q_BHD, k_BHD, v_BHD, slope_H, state_BHDD, slot_B, silu=silu)
+
+
+def _check_no_gradients(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise ValueError(
+            "an input requires a gradient, which this operator does not have: wanted "
+            "lightning_attention, or torch.no_grad()"
+        )
 
 
 def _has_kernels(t: Tensor) -> bool:

@@ -59,12 +59,13 @@ def linear_logprobs(
     bf16 is multiplied as stored on CUDA, where the logits' gradient is rounded to bf16 before the
     two products that use it; all else is raised to fp32 first. Differentiable for hidden and
     weight through both results, once. `chunk` columns are computed at a time, by default what
-    WORKSPACE_BYTES holds; backward also keeps an fp32 [T, E].
+    WORKSPACE_BYTES holds, but at least MIN_CHUNK; backward also keeps an fp32 [T, E].
 
     target is int32 or int64. One outside [0, V) raises ValueError on the CPU; on CUDA, where
     nothing is read back, its logprob is NaN.
     """
     _check(hidden_TE, weight_VE, target_T, chunk)
+    target_T = target_T.contiguous()
     logprob_T, entropy_T = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_TE, weight_VE, target_T, chunk
     )

@@ -29,7 +29,8 @@ def gated_rms_norm(x_TI: Tensor, gate_TI: Tensor, weight_I: Tensor, eps: float =
 
     if x_TI.shape[1] > MAX_INNER:
         raise ValueError(f"x has {x_TI.shape[1]} values a token, wanted at most {MAX_INNER}")
-    y_TI: Tensor = GatedRMSNorm.apply(x_TI, gate_TI, weight_I, eps)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(x_TI.device):
+        y_TI: Tensor = GatedRMSNorm.apply(x_TI, gate_TI, weight_I, eps)  # type: ignore[no-untyped-call]
     return y_TI
 
 

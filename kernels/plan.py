@@ -73,11 +73,14 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Items of the walk; with chains, an item's source is its index among the start states."""
+    """What to launch: pieces that are walked whole, and the segments of those that are cut."""
 
-    items: tuple[Piece, ...]
     columns: int
     """Value columns of one program of the walk."""
+    whole: tuple[Piece, ...] = ()
+    """Longest first, so that the last programs to start are short."""
+    segments: tuple[Piece, ...] = ()
+    """Their sources are their own places among the start states."""
     runs: tuple[Run, ...] = ()
     chains: tuple[Chain, ...] = ()
 
@@ -129,12 +132,13 @@ def make_plan(
 def _cost(plan: Plan, windows: tuple[int, ...], head_dim: int, num_sms: int) -> float:
     """Bytes to move, as if all of the machine moved them at the rate of a copy."""
     num_heads = len(windows)
-    num_bytes = 4 * num_heads * sum(item.num_tokens for item in plan.items)
+    items = plan.whole + plan.segments
+    num_bytes = 4 * num_heads * sum(item.num_tokens for item in items)
     for run in plan.runs:
         num_bytes += 2 * sum(min(max(w - run.ahead, 0), run.num_tokens) for w in windows)
     num_bytes *= BYTES_PER_VALUE * head_dim
     fixed = FIRST_PASS_BYTES if plan.chains else 0
-    return num_bytes / _reach(len(plan.items), num_heads, head_dim, plan.columns, num_sms) + fixed
+    return num_bytes / _reach(len(items), num_heads, head_dim, plan.columns, num_sms) + fixed
 
 
 def best_columns(num_items: int, num_heads: int, head_dim: int, num_sms: int) -> int:
@@ -164,28 +168,38 @@ def _cut_pieces(
     total = sum(piece.num_tokens for piece in pieces)
     shares = [_num_segments(piece, total, wanted) for piece in pieces]
     if max(shares, default=1) == 1:
-        return Plan(items=pieces, columns=columns)
+        return Plan(columns=columns, whole=_longest_first(pieces))
     # of segments with a successor: the last ones' own states have no reader
     longest = max(total // sum(shares), MIN_SEGMENT)
     run_tokens = _run_tokens(longest, windows, sum(shares) - len(shares), num_sms)
-    items: list[Piece] = []
+    whole = [piece for piece, share in zip(pieces, shares, strict=True) if share == 1]
+    segments: list[Piece] = []
     runs: list[Run] = []
     chains: list[Chain] = []
     for piece, share in zip(pieces, shares, strict=True):
-        if share == 1 and piece.source == NO_SLOT:
-            items.append(piece)
+        if share == 1:
             continue
         first_run = len(runs)
         for start, count in _spans(_cut(piece.num_tokens, share, MIN_SEGMENT)):
             is_last = start + count == piece.num_tokens
             target = piece.target if is_last else NO_SLOT
-            index = len(items)
-            items.append(Piece(_row(piece, start, count, reverse), count, index, target))
+            index = len(segments)
+            segments.append(Piece(_row(piece, start, count, reverse), count, index, target))
             if not is_last:
                 reach = min(count, _whole_chunks(max(windows)))
                 runs += _runs(piece, start, count, reach, run_tokens, index, reverse)
-        chains.append(Chain(first_run, len(runs), piece.source, len(items) - 1))
-    return Plan(items=tuple(items), columns=columns, runs=tuple(runs), chains=tuple(chains))
+        chains.append(Chain(first_run, len(runs), piece.source, len(segments) - 1))
+    return Plan(
+        columns=columns,
+        whole=_longest_first(whole),
+        segments=tuple(segments),
+        runs=tuple(runs),
+        chains=tuple(chains),
+    )
+
+
+def _longest_first(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    return tuple(sorted(pieces, key=lambda piece: -piece.num_tokens))
 
 
 def _run_tokens(segment: int, windows: tuple[int, ...], num_read: int, num_sms: int) -> int:

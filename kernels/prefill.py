@@ -18,7 +18,7 @@ from m1serve.kernels.plan import FOREVER, Piece, Plan, best_columns, make_plan
 
 try:
     from m1serve.kernels import hopper
-except ImportError:  # a triton without Gluon, or with another Gluon
+except (ImportError, AttributeError):  # a triton without Gluon, or with another Gluon
     hopper = None  # type: ignore[assignment]
 
 
@@ -60,15 +60,21 @@ def run_work(
 ) -> None:
     """As `run_pieces`, for pieces already planned in the direction of the walk."""
     work.join()
-    if work.plan.chains:
-        with _current(q_THD.device):
-            source_SHDD = portable.segment_starts(
-                k_THD, v_THD, slope_H, work.runs_R5, work.chains_G4, len(work.plan.items),
-                source_SHDD, reverse=reverse,
-            )  # fmt: skip
+    columns = work.plan.columns
     run_items(
-        q_THD, k_THD, v_THD, o_THD, slope_H, work.items_I4, source_SHDD, target_SHDD,
-        reverse=reverse, columns=work.plan.columns,
+        q_THD, k_THD, v_THD, o_THD, slope_H, work.whole_I4, source_SHDD, target_SHDD,
+        reverse=reverse, columns=columns,
+    )  # fmt: skip
+    if not work.plan.segments:
+        return
+    with _current(q_THD.device):
+        start_SHDD = portable.segment_starts(
+            k_THD, v_THD, slope_H, work.runs_R5, work.chains_G4, len(work.plan.segments),
+            source_SHDD, reverse=reverse,
+        )  # fmt: skip
+    run_items(
+        q_THD, k_THD, v_THD, o_THD, slope_H, work.segments_I4, start_SHDD, target_SHDD,
+        reverse=reverse, columns=columns,
     )  # fmt: skip
 
 
@@ -103,13 +109,16 @@ def run_items(
 def windows(slope_H: Tensor) -> tuple[int, ...]:
     """After how many tokens a head's state has forgotten one, to fp32; FOREVER while capturing.
 
-    The first call for a tensor of slopes waits for the device. Only the plan depends on it.
+    The first call for a tensor of slopes waits for the device; its values must not change after.
     """
     found: tuple[int, ...] | None = _windows.get(slope_H)  # type: ignore[no-untyped-call]
     if found is None:
         if slope_H.is_cuda and torch.cuda.is_current_stream_capturing():
             return (FOREVER,) * slope_H.shape[0]
-        found = tuple(min(int(portable.FORGOTTEN / s) + 1, FOREVER) for s in slope_H.tolist())
+        found = tuple(
+            min(int(portable.FORGOTTEN / s) + 1, FOREVER) if s > 0 else FOREVER
+            for s in slope_H.tolist()
+        )
         _windows[slope_H] = found
     return found
 
@@ -123,21 +132,25 @@ class Work:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.device = plan, device
-        items = [n for i in plan.items for n in (i.row, i.num_tokens, i.source, i.target)]
+        whole, segments = (
+            [n for i in items for n in (i.row, i.num_tokens, i.source, i.target)]
+            for items in (plan.whole, plan.segments)
+        )
         runs = [n for r in plan.runs for n in (r.row, r.num_tokens, r.start_of, r.ahead, r.fade)]
         chains = [n for c in plan.chains for n in (c.first, c.last, c.source, c.final)]
-        self.numbers = torch.tensor(items + runs + chains, dtype=torch.int64)
+        self.numbers = torch.tensor(whole + segments + runs + chains, dtype=torch.int64)
         if device.type == "cuda":
             self._copy()
-        parts = torch.split(self.numbers, [len(items), len(runs), len(chains)])
-        self.items_I4, self.runs_R5 = parts[0].view(-1, 4), parts[1].view(-1, 5)
-        self.chains_G4 = parts[2].view(-1, 4)
+        sizes = [len(whole), len(segments), len(runs), len(chains)]
+        parts = torch.split(self.numbers, sizes)
+        self.whole_I4, self.segments_I4 = parts[0].view(-1, 4), parts[1].view(-1, 4)
+        self.runs_R5, self.chains_G4 = parts[2].view(-1, 5), parts[3].view(-1, 4)
 
     def _copy(self) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a prefill of lengths that never ran is being captured, wanted one call of it "
-                "before the capture: that call copies its tables to the device"
+                "a prefill of lengths and slopes that never ran is being captured, wanted one "
+                "call of it before the capture: that copies its tables to the device"
             )
         # from pageable memory, which the driver reads before it returns: the host does not wait
         self.numbers = self.numbers.to(self.device, non_blocking=True)

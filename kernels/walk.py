@@ -261,7 +261,8 @@ def segment_starts(
     """fp32 states [segments, H, D, D] before the chains' segments; others are left unwritten."""
     _, H, D = k_THD.shape
     num_runs = runs_R5.shape[0]
-    states = torch.empty(num_runs + num_segments, H, D, D, device=k_THD.device)
+    shape = (num_runs + num_segments, H, D, D)
+    states = torch.empty(shape, dtype=torch.float32, device=k_THD.device)
     local, start = states[:num_runs], states[num_runs:]
     is_bf16 = k_THD.dtype == torch.bfloat16
     block_v = D if is_bf16 else min(D, 64)

@@ -224,6 +224,37 @@ def _output(
 
 
 @gluon.jit
+def _tiles(V: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr):
+    """Shared memory: rings of q, k and v, two published states, an output a turn."""
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _C, _D], swizzled)
+    k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _C, _D], swizzled)
+    v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _C, V], swizzled)
+    s_ring = gl.allocate_shared_memory(gl.bfloat16, [2, V, _D], swizzled)
+    o_ring = gl.allocate_shared_memory(gl.bfloat16, [TURNS, _C, V], swizzled)
+    return q_ring, k_ring, v_ring, s_ring, o_ring
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr, PARTS: gl.constexpr):
+    """Of the rings, full and empty; of the published states, full and empty; of a blanked chunk."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    s_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    s_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    blanked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=PARTS + 1)
+    for b in gl.static_range(2):
+        mbarrier.init(s_full.index(b), count=PARTS)
+        mbarrier.init(s_empty.index(b), count=1)
+    mbarrier.init(blanked, count=PARTS)
+    fence_async_shared()
+    return full, empty, s_full, s_empty, blanked
+
+
+@gluon.jit
 def walk_kernel(
     q_desc, k_desc, v_desc, o_desc, O, SRC, DST, ITEM, SLOPE,
     q_head, k_head, v_head, o_token, o_head,
@@ -243,25 +274,9 @@ def walk_kernel(
     dst = gl.load(item + 3)
     rate = gl.load(SLOPE + head) * LOG2E
 
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _C, _D], swizzled)
-    k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _C, _D], swizzled)
-    v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _C, V], swizzled)
-    s_ring = gl.allocate_shared_memory(gl.bfloat16, [2, V, _D], swizzled)
-    o_ring = gl.allocate_shared_memory(gl.bfloat16, [TURNS, _C, V], swizzled)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    s_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    s_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    blanked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=PARTS + 1)
-    for b in gl.static_range(2):
-        mbarrier.init(s_full.index(b), count=PARTS)
-        mbarrier.init(s_empty.index(b), count=1)
-    mbarrier.init(blanked, count=PARTS)
-    fence_async_shared()
+    tiles = _tiles(V, STAGES, TURNS)
+    q_ring, k_ring, v_ring, s_ring, _ = tiles
+    bars = _barriers(STAGES, PARTS)
 
     SRC += head * src_head + column * src_v
     DST += head * dst_head + column * dst_v
@@ -269,8 +284,6 @@ def walk_kernel(
     starts = (row, num_tokens, head * q_head, head * k_head, head * v_head + column)
     states = (k_ring, v_ring, s_ring)
     ends = (SRC, DST, src, dst, (src_slot, src_k, src_v), (dst_slot, dst_k, dst_v))
-    bars = (full, empty, s_full, s_empty, blanked)
-    tiles = (q_ring, k_ring, v_ring, s_ring, o_ring)
     out = (O, o_desc, o_token, row, num_tokens, head * o_head + column)
     if PARTS == 2:
         gl.warp_specialize(

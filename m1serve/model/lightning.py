@@ -38,8 +38,10 @@ class LightningAttention(nn.Module):
         """The layer's fp32 slopes [H], made where they are needed."""
         if self._slope_H is None or self._slope_H.device != device:
             config = self.config
-            made_H = slopes(config.num_attention_heads, config.num_hidden_layers, self.layer)
-            self._slope_H = made_H.to(device)
+            # whoever asks first, training must be able to save it
+            with torch.inference_mode(False):
+                made_H = slopes(config.num_attention_heads, config.num_hidden_layers, self.layer)
+                self._slope_H = made_H.to(device)
         return self._slope_H
 
     def forward(self, h_BTE: Tensor, state: SequenceState, step: Step) -> Tensor:
@@ -47,7 +49,9 @@ class LightningAttention(nn.Module):
         H, D = self.config.num_attention_heads, self.config.head_dim
         # rows of qkv_proj are interleaved a head: q, k, v of head 0, then of head 1
         qkv = self.qkv_proj(h_BTE).view(B, T, H, 3 * D)
-        o_BTHD = (self._decode if T == 1 else self._prefill)(qkv, state, step)
+        # a step in place has no gradients
+        is_step = T == 1 and not torch.is_grad_enabled()
+        o_BTHD = (self._decode if is_step else self._prefill)(qkv, state, step)
         gate_BTI = self.output_gate(h_BTE)
         o_NI = gated_rms_norm(
             o_BTHD.reshape(B * T, H * D), gate_BTI.flatten(0, 1), self.norm.weight, self.norm.eps
@@ -74,7 +78,7 @@ class LightningAttention(nn.Module):
         q_BHD, k_BHD, v_BHD = torch.split(qkv_B1H3D[:, 0], D, -1)
         s_BHDD = state.lightning.get(self.layer)
         if s_BHDD is None:
-            s_BHDD = torch.zeros(B, H, D, D, device=qkv_B1H3D.device)
+            s_BHDD = torch.zeros(B, H, D, D, dtype=torch.float32, device=qkv_B1H3D.device)
         elif not state.fixed_capacity:
             s_BHDD = s_BHDD.clone(memory_format=torch.contiguous_format)
         slope_H = self.slopes_on(s_BHDD.device)

@@ -33,6 +33,7 @@ class Case:
     arguments: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +60,35 @@ def decode_case(dtype: str, head_dim: int, block_v: int, num_warps: int, silu: b
             "slot_B": "*i64/16",
             **dict.fromkeys(strides, "i32/16"),
             "pool_slot": "i32/16",
+            "num_slots": "i32",
             "SILU": silu,
             "D": head_dim,
             "BLOCK_V": block_v,
+        },
+    )
+
+
+def decode_hopper_case(dtype: str, slot: str, silu: bool) -> Case:
+    strides = [f"{name}_{dim}" for name in "qkvo" for dim in ("row", "head")]
+    return Case(
+        name=f"decode_hopper-{dtype}-{slot}" + ("-silu" if silu else ""),
+        module="m1serve.kernels.decode_hopper",
+        kernel="decode_kernel",
+        num_warps=8,
+        max_registers=64,
+        arguments={
+            **dict.fromkeys(("Q", "K", "V_IN", "O"), f"*{dtype}/16"),
+            **dict.fromkeys(("SLOPE", "POOL"), "*fp32/16"),
+            "SLOT": f"*{slot}/16",
+            **dict.fromkeys((*strides, "pool_slot"), "i32/16"),
+            "num_slots": "i32",
+            "SILU": silu,
+            "D": 128,
+            "V": 64,
+            "W": 8,
+            "DEPENDENT": False,
+            "STATE_CACHE": "",
+            "SLOT_POLICY": "",
         },
     )
 
@@ -178,11 +205,12 @@ CASES = [
     walk_case("run_kernel", "bf16", 128, True),
     walk_case("run_kernel", "fp32", 64, False),
     walk_case("chain_kernel", "bf16", 128, False),
-    decode_case("bf16", 128, 64, 4, True),
-    decode_case("bf16", 128, 32, 4, True),
-    decode_case("fp32", 128, 64, 4, False),
-    decode_case("fp16", 64, 64, 4, True),
-    decode_case("bf16", 32, 32, 4, True),
+    decode_case("bf16", 128, 64, 8, True),
+    decode_case("fp32", 128, 64, 8, False),
+    decode_case("fp16", 64, 64, 8, True),
+    decode_case("bf16", 32, 32, 8, True),
+    decode_hopper_case("bf16", "i64", True),
+    decode_hopper_case("fp32", "i32", False),
     norm_case("_forward", "bf16", 8192, 8192, 8),
     norm_case("_backward", "bf16", 8192, 8192, 32),
     norm_case("_forward", "fp32", 8192, 8192, 8),
@@ -251,6 +279,7 @@ def build_case(case: Case) -> Build:
         options={
             "num_warps": case.num_warps,
             "num_stages": case.num_stages,
+            "maxnreg": case.max_registers,
             "enable_fp_fusion": True,
         },
     )

@@ -22,35 +22,36 @@ FAST_64 = tuple(int(17 / slope) + 1 for slope in slopes(64, 80, 0).tolist())
 
 
 def covered(plan: Plan) -> list[int]:
-    return sorted(row for item in plan.items for row in range(item.row, item.row + item.num_tokens))
+    items = plan.whole + plan.segments
+    return sorted(row for item in items for row in range(item.row, item.row + item.num_tokens))
 
 
 def test_sequences_that_fill_the_machine_are_walked_whole() -> None:
     pieces = tuple(Piece(i * 8192, 8192, NO_SLOT, i) for i in range(8))
-    assert make_plan(pieces, SLOW_64, D, SMS) == Plan(items=pieces, columns=128)
+    assert make_plan(pieces, SLOW_64, D, SMS) == Plan(columns=128, whole=pieces)
 
 
 def test_one_sequence_of_many_heads_is_halved_when_its_heads_forget() -> None:
     """Else finding the second half's start state costs more than programs of half the columns."""
     pieces = (Piece(0, 65_536, NO_SLOT, 0),)
     plan = make_plan(pieces, FAST_64, D, SMS)
-    assert (len(plan.items), plan.columns) == (2, 128)
-    assert make_plan(pieces, SLOW_64, D, SMS) == Plan(items=pieces, columns=64)
+    assert (len(plan.segments), plan.columns) == (2, 128)
+    assert make_plan(pieces, SLOW_64, D, SMS) == Plan(columns=64, whole=pieces)
 
 
 def test_few_heads_cut_a_long_sequence_into_one_wave_of_segments() -> None:
     plan = make_plan((Piece(10, 262_144 + 7, 5, 9),), SLOW_8, D, SMS)
-    assert len(plan.items) == 16
+    assert len(plan.segments) == 16
     assert covered(plan) == list(range(10, 10 + 262_144 + 7))
-    assert all(item.num_tokens % CHUNK == 0 for item in plan.items[:-1])
-    assert [item.target for item in plan.items] == [NO_SLOT] * 15 + [9]
+    assert all(item.num_tokens % CHUNK == 0 for item in plan.segments[:-1])
+    assert [item.target for item in plan.segments] == [NO_SLOT] * 15 + [9]
     # the last segment's own state has no reader
-    last = plan.items[-1]
+    last = plan.segments[-1]
     assert all(run.row + run.num_tokens <= last.row for run in plan.runs)
     assert sum(run.num_tokens for run in plan.runs) == last.row - 10
     assert [run.start_of for run in plan.runs if run.start_of >= 0] == list(range(15))
     # each run knows how far it lies before the next segment
-    ends = {item.row for item in plan.items}
+    ends = {item.row for item in plan.segments}
     assert all(run.row + run.num_tokens + run.ahead in ends for run in plan.runs)
     (chain,) = plan.chains
     assert (chain.first, chain.last, chain.source, chain.final) == (0, len(plan.runs), 5, 15)
@@ -59,7 +60,7 @@ def test_few_heads_cut_a_long_sequence_into_one_wave_of_segments() -> None:
 def test_runs_reach_back_as_far_as_the_slowest_head_remembers() -> None:
     (piece,) = (Piece(0, 65_536, NO_SLOT, 0),)
     plan = make_plan((piece,), FAST_64, D, SMS)
-    boundary = plan.items[1].row
+    boundary = plan.segments[1].row
     assert boundary - plan.runs[0].row == pytest.approx(max(FAST_64), abs=CHUNK)
     assert plan.runs[-1].row + plan.runs[-1].num_tokens == boundary
     assert sum(run.fade for run in plan.runs) == boundary
@@ -68,27 +69,27 @@ def test_runs_reach_back_as_far_as_the_slowest_head_remembers() -> None:
 def test_a_walk_backwards_cuts_from_the_end() -> None:
     plan = make_plan((Piece(0, 65_536 + 7, NO_SLOT, 2),), SLOW_8, D, SMS, reverse=True)
     assert covered(plan) == list(range(65_536 + 7))
-    assert plan.items[0].row + plan.items[0].num_tokens == 65_536 + 7
-    assert plan.items[-1].row == 0
-    assert plan.items[-1].target == 2
+    assert plan.segments[0].row + plan.segments[0].num_tokens == 65_536 + 7
+    assert plan.segments[-1].row == 0
+    assert plan.segments[-1].target == 2
     assert plan.runs[0].row + plan.runs[0].num_tokens == 65_536 + 7
 
 
 def test_a_long_sequence_is_cut_beside_short_ones() -> None:
     pieces = (Piece(0, 100, 4, 4), *(Piece(100 + i, 1) for i in range(9)), Piece(109, 65_536, 1, 1))
     plan = make_plan(pieces, SLOW_8, D, SMS)
-    assert len(plan.items) == 10 + 16
+    assert (len(plan.whole), len(plan.segments)) == (10, 16)
     assert covered(plan) == list(range(109 + 65_536))
-    # with start states, a whole sequence's own state is copied among them
-    first = next(item for item in plan.items if item.row == 0)
-    assert [chain.source for chain in plan.chains if chain.final == first.source] == [4]
+    # those walked whole start from the pool itself, the longest first
+    assert plan.whole[0] == pieces[0]
+    assert [chain.source for chain in plan.chains] == [1]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, MIN_SEGMENT, 2 * MIN_SEGMENT - 1])
 def test_what_is_short_stays_whole(num_tokens: int) -> None:
     pieces = (Piece(0, num_tokens, 0, 1),)
     plan = make_plan(pieces, (FOREVER,), D, SMS)
-    assert plan.items == pieces
+    assert plan.whole == pieces
     assert not plan.runs
 
 

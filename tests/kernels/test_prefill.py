@@ -94,7 +94,7 @@ def test_segments_equal_the_recurrence(
     targets = [NO_SLOT, NO_SLOT, 1]
     spans = [(0, 64, 0), (64, 64, 1), (128, 64, NO_SLOT)]
     plan = Plan(
-        items=tuple(
+        segments=tuple(
             Piece(row, count, index, target)
             for index, ((row, count), target) in enumerate(zip(rows, targets, strict=True))
         ),
@@ -239,11 +239,6 @@ def test_a_captured_prefill_replays_on_other_inputs() -> None:
     qkv = torch.randn(8192, 8, 384, device=device).bfloat16()
     q, k, v = qkv.split(128, -1)
     bounds = [0, 8192]
-    with (
-        pytest.raises(RuntimeError, match="before the capture"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        lightning_prefill(q, k, v, slope, cu_seqlens=bounds)
     lightning_prefill(q, k, v, slope, cu_seqlens=bounds)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -267,3 +262,36 @@ def test_a_plan_made_on_one_stream_serves_another() -> None:
         second = lightning_prefill(q, k, v, slope, cu_seqlens=[0, 8256])
     torch.cuda.synchronize()
     assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("through", ["outputs, expanded", "states", "both"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (32, torch.float32)])
+def test_gradients_on_a_gpu_equal_the_reference(
+    head_dim: int, dtype: torch.dtype, through: str
+) -> None:
+    """From whichever result, dense or expanded, to inputs and an initial state that is expanded."""
+    device, bounds = torch.device("cuda"), [0, 130, 131, 300]
+    slope = slopes(64, 80, 0)[[0, 63]].to(device)
+    leaves = [t.contiguous() for t in packed(300, head_dim, dtype, device)]
+    shared = states(1, head_dim, device)
+
+    def loss(o: Tensor, after: Tensor) -> Tensor:
+        parts = {"states": 0.0 * o.sum() + after.sin().sum(), "both": o.sin().sum() + after.sum()}
+        return parts.get(through, o.sum())
+
+    ours = [t.detach().requires_grad_() for t in (*leaves, shared)]
+    o, after = lightning_attention(
+        *ours[:3], slope, cu_seqlens=bounds, initial_state_NHDD=ours[3].expand(3, -1, -1, -1)
+    )
+    got = torch.autograd.grad(loss(o.float(), after), ours)
+    exact_leaves = [t.detach().double().requires_grad_() for t in (*leaves, shared)]
+    results = [
+        lightning_recurrent(*(t[None, begin:end] for t in exact_leaves[:3]), slope, exact_leaves[3])
+        for begin, end in pairwise(bounds)
+    ]
+    o, after = (torch.cat(parts, 1 - i) for i, parts in enumerate(zip(*results, strict=True)))
+    wanted = torch.autograd.grad(loss(o, after), exact_leaves)
+    for mine, exact_gradient, axis in zip(got, wanted, (1, 1, 1, 1), strict=True):
+        assert worst_head(mine, exact_gradient, axis) < 2 * BARS[dtype]
