@@ -22,9 +22,6 @@ COLUMNS = 64
 WARPS = 8
 # asks ptxas for a schedule that issues all of the state's loads before it waits for q, k or v
 MAX_REGISTERS = 64
-DEPENDENT = False
-STATE_CACHE = ""
-SLOT_POLICY = ""
 
 # Gluon's names up to triton 3.8, and from 3.9 on
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -71,12 +68,10 @@ def decode(
         D=D,
         V=COLUMNS,
         W=WARPS,
-        DEPENDENT=DEPENDENT,
-        STATE_CACHE=STATE_CACHE,
-        SLOT_POLICY=SLOT_POLICY,
         num_warps=WARPS,
         maxnreg=MAX_REGISTERS,
-        launch_pdl=DEPENDENT,
+        # programs of the next step may start while the last ones of this one end, and wait
+        launch_pdl=True,
         # said, because triton 3.9 warns where its default is taken
         enable_fp_fusion=True,
     )
@@ -88,7 +83,6 @@ def decode_kernel(
     Q, K, V_IN, O, SLOPE, POOL, SLOT,
     q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, pool_slot, num_slots,
     SILU: gl.constexpr, D: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
-    DEPENDENT: gl.constexpr, STATE_CACHE: gl.constexpr, SLOT_POLICY: gl.constexpr,
 ):  # fmt: skip
     J: gl.constexpr = D // W
     tile: gl.constexpr = gl.BlockedLayout(
@@ -100,11 +94,10 @@ def decode_kernel(
     line: gl.constexpr = gl.BlockedLayout([1, 1], [32 // J, J], [W, 1], [1, 0])
     sums: gl.constexpr = gl.BlockedLayout([W, V // 32], [1, 32], [1, W], [1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if DEPENDENT:
-        _wait_for_the_step_before()
+    _wait_for_the_step_before()
     head = gl.program_id(1).to(gl.int64)
     row = gl.program_id(2).to(gl.int64)
-    slot = gl.load(SLOT + row, eviction_policy=SLOT_POLICY).to(gl.int64)
+    slot = gl.load(SLOT + row).to(gl.int64)
     first = gl.program_id(0) * V
     i_WJ = _keys(J, W, line)
     i_V = first + gl.arange(0, V, columns)
@@ -126,7 +119,7 @@ def decode_kernel(
         at_WJ = _keys(J, W, keys).to(gl.int64) * D
         at_WJV = at_WJ[:, :, None] + i_V.to(gl.int64)[None, :][:, None, :]
         s_ptr_WJV = POOL + slot * pool_slot + head * (D * D) + at_WJV
-        s_WJV = gl.load(s_ptr_WJV, cache_modifier=STATE_CACHE)
+        s_WJV = gl.load(s_ptr_WJV)
         # no wait for q, k or v comes before the state's loads
         _barrier()
         q_shared = gl.allocate_shared_memory(gl.float32, [W, J], flat, _activated(q_WJ, SILU))

@@ -86,9 +86,6 @@ def decode_hopper_case(dtype: str, slot: str, silu: bool) -> Case:
             "D": 128,
             "V": 64,
             "W": 8,
-            "DEPENDENT": False,
-            "STATE_CACHE": "",
-            "SLOT_POLICY": "",
         },
     )
 
