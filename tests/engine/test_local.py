@@ -400,13 +400,18 @@ async def test_an_engine_does_not_start_on_bad_weights(
 async def test_serving_goes_on_while_a_version_is_staged(
     local: StartRig, versions: Versions
 ) -> None:
-    rig = await local()
+    rig = await local(max_model_len=2048)
+    items = rig.open(rig.request(max_tokens=1900))
+    for _ in range(2):
+        await anext(items)
     loading = asyncio.create_task(rig.engine.load(versions[1]))
-    served = 0
-    while not loading.done():
-        await plain(rig, 1, max_tokens=2)
-        served += 1
-    assert served > 1
+    num_deltas = 0
+    async for _ in items:
+        if loading.done():
+            break
+        num_deltas += 1
+    await items.aclose()
+    assert num_deltas > 1
     report = await loading
     assert report.parity_mean is not None
     assert report.parity_mean < 1e-5
