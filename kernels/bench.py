@@ -33,7 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fetch(options.fetch_peers)
         return 0
     if options.table is not None:
-        sys.stdout.write(table(read_report(options.table)))
+        try:
+            report = read_report(options.table)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            sys.stderr.write(
+                f"--table {options.table}: not a result of this benchmark: {error!r}\n"
+            )
+            return 2
+        sys.stdout.write(table(report))
         return 0
     plan = Plan(
         command=options.command,
@@ -112,13 +119,18 @@ def summary(report: Report) -> str:
     best = report.best
     lines = [table(report)]
     lines += [f"failed {row.key}: {row.error}" for row in report.rows if row.error]
-    passed = sum(check.ok for check in report.checks)
     for check in report.checks:
         if not check.ok:
             kind = "check failed" if check.impl == OURS else "finding"
             error = f"{check.worst_head_error:.3g} > {check.bar:g} {check.error}"
             lines.append(f"{kind}: {check.key}: {error}")
-    lines.append(f"checks: {passed} of {len(report.checks)} pass")
+    ours, peers = (
+        [check.ok for check in report.checks if (check.impl == OURS) is is_ours]
+        for is_ours in (True, False)
+    )
+    lines.append(
+        f"checks that pass: ours {sum(ours)} of {len(ours)}, peers' {sum(peers)} of {len(peers)}"
+    )
     lines.append(f"copy {best.copy_tb_s:.2f} TB/s, GEMM {best.gemm_tflop_s:.0f} TFLOP/s")
     return "\n".join([*lines, *map(str, bars(report))])
 

@@ -6,7 +6,8 @@ Shapes: T tokens or rows, H heads, D head dim, S slots, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ MAX_ROWS = 65535
 def check_qkv(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
     """q, k and v [T, H, D]: one dtype of DTYPES, one device, D in HEAD_DIMS, stride 1 along D."""
     named = {"q": q_THD, "k": k_THD, "v": v_THD}
+    check_tensors(**named)
     for name, tensor in named.items():
         if tensor.dim() != 3:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, wanted [tokens, heads, dim]")
@@ -34,6 +36,12 @@ def check_qkv(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
         raise ValueError(f"q has shape {list(q_THD.shape)}, wanted at least one head")
     if q_THD.shape[2] not in HEAD_DIMS:
         raise ValueError(f"head_dim is {q_THD.shape[2]}, wanted one of {HEAD_DIMS}")
+
+
+def check_tensors(**tensors: object) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}, wanted a torch.Tensor")
 
 
 def check_last_dim(tensor: Tensor, name: str) -> None:
@@ -61,6 +69,7 @@ def check_devices(wanted: torch.device, **tensors: Tensor) -> None:
 
 def check_slope(slope_H: Tensor, num_heads: int) -> None:
     """fp32 and contiguous [H]; that slopes are positive is the promise of `decay.slopes`."""
+    check_tensors(slope=slope_H)
     if slope_H.shape != (num_heads,):
         raise ValueError(f"slope has shape {list(slope_H.shape)}, wanted [{num_heads}]: one a head")
     if slope_H.dtype != torch.float32:
@@ -71,9 +80,11 @@ def check_slope(slope_H: Tensor, num_heads: int) -> None:
 
 def check_pool(pool_SHDD: Tensor, num_heads: int, head_dim: int) -> None:
     """fp32 [S, H, D, D]; each slot is contiguous, and slots lie any distance apart."""
-    wanted = [num_heads, head_dim, head_dim]
-    if pool_SHDD.dim() != 4 or list(pool_SHDD.shape[1:]) != wanted:
-        raise ValueError(f"pool has shape {list(pool_SHDD.shape)}, wanted [slots, *{wanted}]")
+    check_tensors(pool=pool_SHDD)
+    sizes = [num_heads, head_dim, head_dim]
+    if pool_SHDD.dim() != 4 or list(pool_SHDD.shape[1:]) != sizes:
+        wanted = ", ".join(map(str, ["slots", *sizes]))
+        raise ValueError(f"pool has shape {list(pool_SHDD.shape)}, wanted [{wanted}]")
     if pool_SHDD.dtype != torch.float32:
         raise ValueError(f"pool is {pool_SHDD.dtype}, wanted torch.float32")
     num_slots = pool_SHDD.shape[0]
@@ -89,6 +100,17 @@ def check_pool(pool_SHDD: Tensor, num_heads: int, head_dim: int) -> None:
         raise ValueError(
             f"slots of the pool are {pool_SHDD.stride(0)} values apart, wanted at least {slot_size}"
         )
+
+
+def check_rows(q_BTHD: Tensor, state_BHDD: Tensor | None) -> None:
+    """Padded rows [B, T, H, D] of at least one token, and a state on their device."""
+    check_tensors(q=q_BTHD)
+    if q_BTHD.dim() != 4 or q_BTHD.shape[1] == 0:
+        raise ValueError(
+            f"q has shape {list(q_BTHD.shape)}, wanted [rows, tokens, heads, dim], a token or more"
+        )
+    if state_BHDD is not None:
+        check_devices(q_BTHD.device, state=state_BHDD)
 
 
 def check_states(state_NHDD: Tensor, count: int, num_heads: int, head_dim: int) -> None:
@@ -116,6 +138,7 @@ def check_decode(
         raise ValueError(f"q has {B} rows, wanted at most {MAX_ROWS}: split the step")
     check_slope(slope_H, H)
     check_pool(pool_SHDD, H, D)
+    check_tensors(slots=slot_B)
     check_index_tensor(slot_B, "slots")
     if not slot_B.is_contiguous():
         raise ValueError(f"slots have stride {slot_B.stride(0)}, wanted 1: pass .contiguous()")
@@ -125,30 +148,47 @@ def check_decode(
     if slot_B.device.type == "cpu":
         check_distinct(check_slots(slot_B, pool_SHDD))
     if out_BHD is not None:
-        check_out(out_BHD, q_BHD)
+        check_out(out_BHD, q_BHD, k_BHD, v_BHD)
 
 
-def check_out(out_THD: Tensor, q_THD: Tensor) -> None:
-    """A caller's output has q's shape, dtype and device and stride 1 along D."""
+def check_out(out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
+    """A caller's output has q's shape, dtype and device, stride 1 along D, and its own memory."""
+    check_tensors(out=out_THD)
     if out_THD.shape != q_THD.shape:
         raise ValueError(f"out has shape {list(out_THD.shape)}, wanted {list(q_THD.shape)} as q")
     check_last_dim(out_THD, "out")
     check_dtypes(q_THD.dtype, out=out_THD)
     check_devices(q_THD.device, out=out_THD)
+    T, H, D = out_THD.shape
+    if (H > 1 and out_THD.stride(1) < D) or (T > 1 and out_THD.stride(0) < D):
+        raise ValueError(f"out has strides {list(out_THD.stride())}, wanted no value stored twice")
+    first, last = _extent(out_THD)
+    for name, tensor in {"q": q_THD, "k": k_THD, "v": v_THD}.items():
+        start, end = _extent(tensor)
+        if start < last and first < end:
+            raise ValueError(f"out lies in the memory of {name}, wanted memory of its own")
 
 
-def check_slots(slots: Sequence[int] | Tensor, pool_SHDD: Tensor) -> list[int]:
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and past the last, of strides that are not negative."""
+    if not tensor.numel():
+        return 0, 0
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def check_slots(slots: Sequence[int] | Tensor, pool_SHDD: Tensor, name: str = "slots") -> list[int]:
     """The slots as a list of ints: each below S, negative for "none". Reads host data only."""
     if isinstance(slots, Tensor):
-        check_index_tensor(slots, "slots")
+        check_index_tensor(slots, name)
         if slots.device.type != "cpu":
-            raise ValueError(f"slots are on {slots.device}, wanted a list or a CPU tensor")
-    numbers = _ints(slots, "slots")
+            raise ValueError(f"{name} is on {slots.device}, wanted a list or a CPU tensor")
+    numbers = _ints(slots, name)
     num_slots = pool_SHDD.shape[0]
     for place, slot in enumerate(numbers):
         if slot >= num_slots:
             raise ValueError(
-                f"slots[{place}] is {slot}, wanted below {num_slots} (the pool's), or -1 for none"
+                f"{name}[{place}] is {slot}, wanted below {num_slots} (the pool's), or -1 for none"
             )
     return numbers
 
@@ -196,8 +236,11 @@ def sequence_bounds(cu_seqlens: Sequence[int] | Tensor, num_tokens: int) -> list
 
 
 def _ints(values: Sequence[int] | Tensor, name: str) -> list[int]:
-    numbers: list[int] = values.tolist() if isinstance(values, Tensor) else list(values)
-    for place, number in enumerate(numbers):
-        if isinstance(number, bool) or not isinstance(number, int):
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{name} is a {type(values).__name__}, wanted a list of ints or a tensor")
+    numbers: list[int] = []
+    for place, number in enumerate(values.tolist() if isinstance(values, Tensor) else values):
+        if isinstance(number, bool) or not hasattr(number, "__index__"):
             raise ValueError(f"{name}[{place}] is {number!r}, wanted an int")
+        numbers.append(operator.index(number))
     return numbers

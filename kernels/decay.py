@@ -22,7 +22,9 @@ def slopes(
     """
     if not 0 <= layer < num_layers:
         raise ValueError(f"layer {layer} is not in a model of {num_layers} layers")
-    if num_heads % tp_size or not 0 <= tp_rank < tp_size:
+    if num_heads < 1:
+        raise ValueError(f"num_heads is {num_heads}, wanted at least 1")
+    if tp_size < 1 or num_heads % tp_size or not 0 <= tp_rank < tp_size:
         raise ValueError(f"rank {tp_rank} of {tp_size} cannot hold a share of {num_heads} heads")
     depth = 1 - layer / max(num_layers - 1, 1) + 1e-5
     share = num_heads // tp_size

@@ -66,8 +66,9 @@ def lightning_prefill(
     check_snapshots(snapshots, bounds, pool_SHDD)
     check_owners(initial, final, snapshots)
     if out_THD is not None:
-        checks.check_out(out_THD, q_THD)
-    _check_no_gradients(q_THD, k_THD, v_THD)
+        checks.check_out(out_THD, q_THD, k_THD, v_THD)
+    given = [q_THD, k_THD, v_THD, *([] if pool_SHDD is None else [pool_SHDD])]
+    _check_no_gradients(*given)
     o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     o_THD = o_THD if out_THD is None else out_THD
     run = walk_pieces_on(q_THD.device)
@@ -147,6 +148,7 @@ def lightning_rows(
     mean nothing. The given state is not modified. Differentiable. Outputs are fp32 on the CPU and
     in q's dtype on CUDA; there a head dim without kernels, as in tiny models, takes the reference.
     """
+    checks.check_rows(q_BTHD, state_BHDD)
     if not _has_kernels(q_BTHD):
         return lightning_chunked(q_BTHD, k_BTHD, v_BTHD, slope_H, state_BHDD, count_B)
     B, T = q_BTHD.shape[:2]

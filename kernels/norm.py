@@ -36,7 +36,9 @@ def gated_rms_norm(x_TI: Tensor, gate_TI: Tensor, weight_I: Tensor, eps: float =
 
 def _check(x_TI: Tensor, gate_TI: Tensor, weight_I: Tensor) -> None:
     if x_TI.dim() != 2 or x_TI.shape[1] == 0:
-        raise ValueError(f"x has shape {list(x_TI.shape)}, wanted [tokens, inner]")
+        raise ValueError(
+            f"x has shape {list(x_TI.shape)}, wanted [tokens, inner], inner at least 1"
+        )
     if gate_TI.shape != x_TI.shape:
         raise ValueError(
             f"gate has shape {list(gate_TI.shape)}, wanted {list(x_TI.shape)}: that of x"

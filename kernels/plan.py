@@ -17,8 +17,8 @@ MIN_SEGMENT = 16 * CHUNK
 MIN_RUN = 8 * CHUNK
 RUN_PROGRAMS_PER_SM = 2
 
-# what a walk reaches of the copy bandwidth when all SMs are busy under the power limit (H200,
-# benchmarks/results/kernels-h200.json): two programs of 64 columns both read their head's q and k
+# what a walk reaches of the copy bandwidth when all SMs are busy under the power limit (H200, the
+# notes of benchmarks/results/kernels-h200.json): two programs of 64 columns both read q and k
 REACH = {64: 0.84, 128: 0.95}
 # two more launches cost as long as copying this many bytes does
 FIRST_PASS_BYTES = 170_000_000

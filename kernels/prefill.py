@@ -109,9 +109,12 @@ def run_items(
 def windows(slope_H: Tensor) -> tuple[int, ...]:
     """After how many tokens a head's state has forgotten one, to fp32; FOREVER while capturing.
 
-    The first call for a tensor of slopes waits for the device; its values must not change after.
+    The first call for a tensor of slopes, or after its values changed, waits for the device.
     """
-    found: tuple[int, ...] | None = _windows.get(slope_H)  # type: ignore[no-untyped-call]
+    known: tuple[int, tuple[int, ...]] | None = _windows.get(slope_H)  # type: ignore[no-untyped-call]
+    # inference tensors count no versions; nothing but inference could have changed them
+    version = 0 if slope_H.is_inference() else slope_H._version
+    found = known[1] if known is not None and known[0] == version else None
     if found is None:
         if slope_H.is_cuda and torch.cuda.is_current_stream_capturing():
             return (FOREVER,) * slope_H.shape[0]
@@ -119,7 +122,7 @@ def windows(slope_H: Tensor) -> tuple[int, ...]:
             min(int(portable.FORGOTTEN / s) + 1, FOREVER) if s > 0 else FOREVER
             for s in slope_H.tolist()
         )
-        _windows[slope_H] = found
+        _windows[slope_H] = (version, found)
     return found
 
 

@@ -18,7 +18,7 @@ def state_slots(
         return [NO_SLOT] * count
     if pool_SHDD is None:
         raise ValueError(f"{name} is given without a pool, wanted pool_SHDD with the states")
-    found = [max(slot, NO_SLOT) for slot in checks.check_slots(slots, pool_SHDD)]
+    found = [max(slot, NO_SLOT) for slot in checks.check_slots(slots, pool_SHDD, name)]
     if len(found) != count:
         raise ValueError(f"{name} has {len(found)} entries, wanted {count}: one a sequence")
     return found
@@ -30,6 +30,8 @@ def check_snapshots(
     if snapshots and pool_SHDD is None:
         raise ValueError("snapshots are given without a pool, wanted pool_SHDD to keep them in")
     for snapshot in snapshots:
+        if not isinstance(snapshot, Snapshot):
+            raise ValueError(f"snapshots holds {snapshot!r}, wanted Snapshot(sequence, ...)")
         if not 0 <= snapshot.sequence < len(bounds) - 1:
             raise ValueError(f"{snapshot} names none of the {len(bounds) - 1} sequences")
         length = bounds[snapshot.sequence + 1] - bounds[snapshot.sequence]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -190,13 +191,32 @@ def table(report: Report) -> str:
         impls = list(dict.fromkeys(row.impl for row in rows))
         lines = [f"| {op}, ms | floor | " + " | ".join(impls) + " |"]
         lines.append("|---" * (len(impls) + 2) + "|")
-        for case in dict.fromkeys(row.case for row in rows):
+        for case in sorted({row.case for row in rows}, key=_natural):
             by_impl = {row.impl: row for row in rows if row.case == case}
             floors = [row.floor_ms(report.best) for row in by_impl.values()]
             cells = [_cell(by_impl.get(impl), report.best) for impl in impls]
-            lines.append(f"| {case} | {_ms(max(floors))} | " + " | ".join(cells) + " |")
+            lines.append(f"| {_spoken(case)} | {_ms(max(floors))} | " + " | ".join(cells) + " |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
+
+
+def _natural(case: str) -> list[tuple[int, str]]:
+    """Sorts the numbers in a name as numbers."""
+    parts = re.findall(r"\d+|\D+", case)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _spoken(case: str) -> str:
+    """Numbers of tokens as people say them: T=65536 is T=64K."""
+
+    def shorter(found: re.Match[str]) -> str:
+        number = int(found[0])
+        for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
+            if number % unit == 0:
+                return f"{number // unit}{name}"
+        return found[0]
+
+    return re.sub(r"(?<=T=)\d{4,}", shorter, case)
 
 
 def _cell(row: Row | None, ceilings: Ceilings) -> str:

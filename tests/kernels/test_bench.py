@@ -155,12 +155,23 @@ def test_the_file_has_the_fields_that_readers_expect(tmp_path: Path) -> None:
     assert {"bar", "value", "is_met"} == document["bars"][0].keys()
 
 
+def test_a_file_that_is_no_result_is_said_in_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    for path in (other, tmp_path / "absent.json"):
+        assert main(["--table", str(path)]) == 2
+        assert f"{path}: not a result of this benchmark" in capfd.readouterr().err
+
+
 def test_the_table_has_a_column_an_implementation() -> None:
     rows = (prefill_row(1.25), prefill_row(3.2, impl="fla"), prefill_row(0.9, case="H=8"))
     lines = table(report(*rows)).splitlines()
     assert lines[0] == "| prefill, ms | floor | m1serve | fla |"
-    assert lines[2] == "| H=64 T=65536 layer 39 | 0.9988 | 1.250 (80%) | 3.200 (31%) |"
-    assert lines[3].endswith("| 0.9000 (111%) | - |")
+    assert lines[2].startswith("| H=8 |")
+    assert lines[2].endswith("| 0.9000 (111%) | - |")
+    assert lines[3] == "| H=64 T=64K layer 39 | 0.9988 | 1.250 (80%) | 3.200 (31%) |"
 
 
 def test_the_bars_are_read_off_the_rows() -> None:

@@ -71,7 +71,7 @@ def test_a_wrong_slope_is_refused(slope: Tensor, said: str) -> None:
 @pytest.mark.parametrize(
     ("pool", "said"),
     [
-        (torch.zeros(S, H, D), "pool has shape [4, 2, 32], wanted [slots, *[2, 32, 32]]"),
+        (torch.zeros(S, H, D), "pool has shape [4, 2, 32], wanted [slots, 2, 32, 32]"),
         (torch.zeros(S, H, D, 64), "pool has shape [4, 2, 32, 64]"),
         (POOL.bfloat16(), "pool is torch.bfloat16, wanted torch.float32"),
         (torch.zeros(S, H, D, D).mT, "a slot of the pool has strides [1024, 1, 32]"),

@@ -305,3 +305,19 @@ def test_gradients_on_a_gpu_equal_the_reference(
         else:
             assert mine is not None
             assert worst_head(mine, exact_gradient, 1) < 2 * BARS[dtype]
+
+
+def test_an_output_in_the_inputs_memory_is_refused() -> None:
+    q, k, v = packed(10, 32, torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match="out lies in the memory of q, wanted memory of its own"):
+        lightning_prefill(q, k, v, SLOPE, cu_seqlens=[0, 10], out_THD=v)
+    with pytest.raises(ValueError, match="wanted no value stored twice"):
+        lightning_prefill(
+            q, k, v, SLOPE, cu_seqlens=[0, 10], out_THD=torch.empty(1, H, 32).expand(10, -1, -1)
+        )
+
+
+def test_a_gradient_that_prefill_does_not_have_is_refused() -> None:
+    q, k, v = packed(10, 32, torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match="wanted lightning_attention"):
+        lightning_prefill(q.clone().requires_grad_(), k, v, SLOPE, cu_seqlens=[0, 10])
