@@ -50,8 +50,8 @@ def lightning_prefill(
     need no copy. Sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1], starts from the state in
     slot initial_slots[n] of the fp32 pool and leaves its last one in final_slots[n]; NO_SLOT starts
     from zeros or keeps nothing, None is NO_SLOT for all. The two may be the same slot. `snapshots`
-    keep states in between. `out` must not overlap q, k, v. A ValueError comes
-    before any launch, also where a gradient is wanted: there are none.
+    keep states in between. `out` must have memory of its own. A ValueError comes before any launch,
+    also where a gradient is wanted: there are none.
     """
     checks.check_qkv(q_THD, k_THD, v_THD)
     T, H, D = q_THD.shape
@@ -69,13 +69,13 @@ def lightning_prefill(
         checks.check_out(out_THD, q_THD, k_THD, v_THD)
     given = [q_THD, k_THD, v_THD, *([] if pool_SHDD is None else [pool_SHDD])]
     _check_no_gradients(*given)
-    o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    o_THD = o_THD if out_THD is None else out_THD
+    if out_THD is None:
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     run = walk_pieces_on(q_THD.device)
     with torch.no_grad():
         for pieces in rounds(bounds, initial, final, snapshots):
-            run(q_THD, k_THD, v_THD, o_THD, slope_H, pieces, pool_SHDD, pool_SHDD)
-    return o_THD
+            run(q_THD, k_THD, v_THD, out_THD, slope_H, pieces, pool_SHDD, pool_SHDD)
+    return out_THD
 
 
 def lightning_decode(
