@@ -321,3 +321,26 @@ def test_a_gradient_that_prefill_does_not_have_is_refused() -> None:
     q, k, v = packed(10, 32, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="wanted lightning_attention"):
         lightning_prefill(q.clone().requires_grad_(), k, v, SLOPE, cu_seqlens=[0, 10])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_planned_pieces_equal_their_reference(device: torch.device, reverse: bool) -> None:
+    """Also after the slopes changed in place: what a head remembers is read again."""
+    from m1serve.kernels.prefill import run_pieces, windows
+    from m1serve.kernels.reference import walk_pieces
+
+    pieces = (Piece(0, 70, 0, 1), Piece(70, 0, 2, 3), Piece(71, 65, NO_SLOT, NO_SLOT))
+    qkv = packed(136, 32, torch.float32, device)
+    slope = slopes(64, 80, 0)[[0, 63]].to(device)
+    assert windows(slope)[0] < windows(slope)[1]
+    slope.mul_(0.01)
+    before = windows(slope)
+    assert before == windows(slope.clone())
+    results = []
+    for run in (run_pieces, walk_pieces):
+        pool, o = states(4, 32, device), torch.zeros_like(qkv[0])
+        run(*qkv, o, slope, pieces, pool, pool, reverse=reverse)
+        results.append((o, pool))
+    (o, pool), (wanted, wanted_pool) = results
+    assert torch.allclose(o, wanted, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(pool, wanted_pool, rtol=1e-4, atol=1e-4)
