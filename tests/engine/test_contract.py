@@ -323,8 +323,11 @@ async def test_higher_priority_goes_first(start: StartRig) -> None:
         order.append(name)
         await rest(items)
 
-    tasks = [asyncio.create_task(wait_for(*who)) for who in (("a", 0), ("b", 0), ("c", 5))]
-    await until(rig, lambda stats: stats.num_waiting == 3)
+    tasks = []
+    for waiting, (name, priority) in enumerate((("a", 0), ("b", 0), ("c", 5)), start=1):
+        tasks.append(asyncio.create_task(wait_for(name, priority)))
+        # one after the other: over a network, what is sent at once may overtake
+        await until(rig, lambda stats, waiting=waiting: stats.num_waiting == waiting)
     await running.aclose()
     await asyncio.gather(*tasks)
     assert order == ["c", "a", "b"]
