@@ -69,15 +69,27 @@ class CheckCase:
 
 
 def forward_checks(setting: Setting) -> Iterator[CheckCase]:
-    for dtype, bar in BARS.items():
+    for name, dtype, sequences in _settings(setting):
+        yield _forward(name, dtype, BARS[dtype], sequences)
+
+
+def backward_checks(setting: Setting) -> Iterator[CheckCase]:
+    for name, dtype, sequences in _settings(setting):
+        yield _backward(name, dtype, BARS[dtype], sequences)
+
+
+def _settings(
+    setting: Setting,
+) -> Iterator[tuple[str, torch.dtype, Callable[[], Sequences]]]:
+    """Every dtype and layer at every length, from zeros and from a state, and a ragged batch."""
+    for dtype in BARS:
         for layer in setting.layers:
             for length in setting.lengths:
                 for is_continued in (False, True):
-                    sequences = later(setting, [length], layer, dtype, is_continued)
                     name = f"T={length} layer {layer}" + " from a state" * is_continued
-                    yield _forward(name, dtype, bar, sequences)
+                    yield name, dtype, later(setting, [length], layer, dtype, is_continued)
             ragged = later(setting, [1, 65, 300, 63], layer, dtype, True)
-            yield _forward(f"ragged layer {layer} from states", dtype, bar, ragged)
+            yield f"ragged layer {layer} from states", dtype, ragged
 
 
 def head_dim_checks(setting: Setting) -> Iterator[CheckCase]:
@@ -101,18 +113,6 @@ def share_checks(setting: Setting) -> Iterator[CheckCase]:
                 name = f"H=8 T={length} layer {layer} from a state"
                 yield _forward(name, dtype, BARS[dtype], sequences)
                 yield _backward(name, dtype, BARS[dtype], sequences)
-
-
-def backward_checks(setting: Setting) -> Iterator[CheckCase]:
-    for dtype, bar in BARS.items():
-        for layer in setting.layers:
-            for length in setting.lengths:
-                for is_continued in (False, True):
-                    sequences = later(setting, [length], layer, dtype, is_continued)
-                    name = f"T={length} layer {layer}" + " from a state" * is_continued
-                    yield _backward(name, dtype, bar, sequences)
-            ragged = later(setting, [1, 65, 300, 63], layer, dtype, True)
-            yield _backward(f"ragged layer {layer} from states", dtype, bar, ragged)
 
 
 def far_checks(setting: Setting) -> Iterator[CheckCase]:
