@@ -2,7 +2,8 @@
 
 A program owns 64 value columns of one head's state, a warp 16 of its keys: q, k and v are asked for
 before the slot is known, then all of the state, and SiLU runs while the state is under way, once an
-element, shared through shared memory. `kernels.decode` has the contract and the portable kernel.
+element, shared through shared memory. Where a step has many programs, those of the next step bring
+their states to L2 while this one ends. `kernels.decode` has the contract and the portable kernel.
 Shapes: B rows, H heads, D = 128, S slots; a tile is W x J x V: warps, keys of a warp, columns.
 """
 
@@ -10,6 +11,7 @@ Shapes: B rows, H heads, D = 128, S slots; a tile is W x J x V: warps, keys of a
 # ruff: noqa: ANN001, ANN201, ANN202, E741  (a jit kernel's annotations are constexpr only)
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -20,6 +22,8 @@ from triton.experimental.gluon import language as gl
 HEAD_DIM = 128
 COLUMNS = 64
 WARPS = 8
+# programs of a step from which on the states are asked for before the step before has ended
+AHEAD_FROM = 4096
 # asks ptxas for a schedule that issues all of the state's loads before it waits for q, k or v
 MAX_REGISTERS = 64
 
@@ -50,7 +54,8 @@ def decode(
 ) -> Tensor:
     """As `kernels.decode.decode`, for tensors that `fits` accepts."""
     B, H, D = q_BHD.shape
-    decode_kernel[(D // COLUMNS, H, B)](
+    grid = (D // COLUMNS, H, B)
+    decode_kernel[grid](
         q_BHD,
         k_BHD,
         v_BHD,
@@ -68,6 +73,7 @@ def decode(
         D=D,
         V=COLUMNS,
         W=WARPS,
+        AHEAD=math.prod(grid) >= AHEAD_FROM,
         num_warps=WARPS,
         maxnreg=MAX_REGISTERS,
         # programs of the next step may start while the last ones of this one end, and wait
@@ -82,7 +88,7 @@ def decode(
 def decode_kernel(
     Q, K, V_IN, O, SLOPE, POOL, SLOT,
     q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, pool_slot, num_slots,
-    SILU: gl.constexpr, D: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
+    SILU: gl.constexpr, D: gl.constexpr, V: gl.constexpr, W: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     J: gl.constexpr = D // W
     tile: gl.constexpr = gl.BlockedLayout(
@@ -94,9 +100,15 @@ def decode_kernel(
     line: gl.constexpr = gl.BlockedLayout([1, 1], [32 // J, J], [W, 1], [1, 0])
     sums: gl.constexpr = gl.BlockedLayout([W, V // 32], [1, 32], [1, W], [1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    _wait_for_the_step_before()
     head = gl.program_id(1).to(gl.int64)
     row = gl.program_id(2).to(gl.int64)
+    if AHEAD:
+        # the slot may be written yet by what runs before, so here it is only a guess
+        guess = gl.load(SLOT + row).to(gl.int64)
+        if (guess >= 0) & (guess < num_slots):
+            tile = gl.program_id(0) * (D * V)
+            _bring_to_l2(POOL + guess * pool_slot + head * (D * D) + tile)
+    _wait_for_the_step_before()
     slot = gl.load(SLOT + row).to(gl.int64)
     first = gl.program_id(0) * V
     i_WJ = _keys(J, W, line)
@@ -127,8 +139,9 @@ def decode_kernel(
         k_WJ1 = k_shared.load(keys)[:, :, None]
         v_11V = _activated(v_V, SILU)[None, :][:, None, :]
         s_WJV = _decayed_plus(s_WJV, slope, k_WJ1 * v_11V)
-        gl.store(s_ptr_WJV, s_WJV)
         o_shared.store(gl.sum(s_WJV * q_shared.load(keys)[:, :, None], axis=1))
+        # behind the sum, so that ptxas stores the state in one burst
+        gl.store(s_ptr_WJV, s_WJV)
         gl.store(o_ptr_V, gl.sum(o_shared.load(sums), axis=0).to(O.dtype.element_ty))
 
 
@@ -156,6 +169,16 @@ def _decayed_plus(s, slope, added):
     large = gl.where(is_slow, 1.0, gl.exp(-slope))
     small = gl.where(is_slow, -lost, 0.0)
     return gl.fma(s, large, gl.fma(s, small, added))
+
+
+@gluon.jit
+def _bring_to_l2(first):
+    """Ask for 128 bytes a thread from the address `first` on: 32 KiB in all; a mere hint."""
+    gl.inline_asm_elementwise(
+        "{ .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; mad.wide.u32 a, t, 128, $1; "
+        "prefetch.global.L2 [a]; mov.u32 $0, 0; }",
+        "=r,l", [first.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

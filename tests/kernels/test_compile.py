@@ -68,10 +68,12 @@ def decode_case(dtype: str, head_dim: int, block_v: int, num_warps: int, silu: b
     )
 
 
-def decode_hopper_case(dtype: str, slot: str, silu: bool) -> Case:
+def decode_hopper_case(dtype: str, slot: str, silu: bool, ahead: bool) -> Case:
     strides = [f"{name}_{dim}" for name in "qkvo" for dim in ("row", "head")]
     return Case(
-        name=f"decode_hopper-{dtype}-{slot}" + ("-silu" if silu else ""),
+        name=f"decode_hopper-{dtype}-{slot}"
+        + ("-silu" if silu else "")
+        + ("-ahead" if ahead else ""),
         module="m1serve.kernels.decode_hopper",
         kernel="decode_kernel",
         num_warps=8,
@@ -86,6 +88,7 @@ def decode_hopper_case(dtype: str, slot: str, silu: bool) -> Case:
             "D": 128,
             "V": 64,
             "W": 8,
+            "AHEAD": ahead,
         },
     )
 
@@ -206,8 +209,9 @@ CASES = [
     decode_case("fp32", 128, 64, 8, False),
     decode_case("fp16", 64, 64, 8, True),
     decode_case("bf16", 32, 32, 8, True),
-    decode_hopper_case("bf16", "i64", True),
-    decode_hopper_case("fp32", "i32", False),
+    decode_hopper_case("bf16", "i64", True, True),
+    decode_hopper_case("bf16", "i32", True, False),
+    decode_hopper_case("fp32", "i32", False, True),
     norm_case("_forward", "bf16", 8192, 8192, 8),
     norm_case("_backward", "bf16", 8192, 8192, 32),
     norm_case("_forward", "fp32", 8192, 8192, 8),
