@@ -106,8 +106,8 @@ def decode_kernel(
         # the slot may be written yet by what runs before, so here it is only a guess
         guess = gl.load(SLOT + row).to(gl.int64)
         if (guess >= 0) & (guess < num_slots):
-            tile = gl.program_id(0) * (D * V)
-            _bring_to_l2(POOL + guess * pool_slot + head * (D * D) + tile)
+            share = gl.program_id(0) * (D * V)
+            _bring_to_l2(POOL + guess * pool_slot + head * (D * D) + share)
     _wait_for_the_step_before()
     slot = gl.load(SLOT + row).to(gl.int64)
     first = gl.program_id(0) * V
