@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from m1serve import __version__
 from m1serve.config import Settings
 from m1serve.store import Store
 from m1serve.types import Slot, VersionState
@@ -23,6 +24,7 @@ COMMANDS = (
     "trainer",
     "sidecar",
     "retrain",
+    "runs",
     "sft",
     "weights",
     "trajectories",
@@ -185,3 +187,22 @@ def test_doctor_names_a_broken_model_directory(tmp_path: Path) -> None:
     assert "model" in findings["model"]["text"]
     assert findings["home"]["is_good"]
     assert not (tmp_path / "h").exists()
+
+
+def test_the_version_is_told(tmp_path: Path) -> None:
+    done = m1serve("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"m1serve {__version__}\n")
+
+
+def test_runs_are_listed_and_shown_by_the_beginning_of_their_id(tmp_path: Path) -> None:
+    store = Store.open(f"sqlite:///{tmp_path / 'm1serve.db'}")
+    run_id = store.runs.request("nano", "cli", {"lr": 1e-5})
+    store.close()
+    where = ("--home", str(tmp_path))
+    assert run_id[:8] in m1serve("runs", "list", *where, cwd=tmp_path).stdout
+    listed = json.loads(m1serve("runs", "list", "--json", *where, cwd=tmp_path).stdout)
+    assert [run["state"] for run in listed] == ["requested"]
+    shown = json.loads(m1serve("runs", "show", run_id[:6], *where, cwd=tmp_path).stdout)
+    assert shown["overrides"] == {"lr": 1e-5}
+    done = m1serve("runs", "show", "nothing", *where, cwd=tmp_path)
+    assert (done.returncode, "no run begins with" in done.stderr) == (2, True)
