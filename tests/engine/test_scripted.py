@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from m1serve.chat.byte_tokenizer import byte_tokenizer
+from m1serve.chat.messages import ChatMessage
+from m1serve.chat.template import encode_prompt
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings
-from m1serve.engine.script import Replies, ScriptedReply, replies_from_file
+from m1serve.engine.script import Replies, ScriptedReply, assistant_turns, replies_from_file
 from m1serve.engine.scripted import ScriptedEngine
 from m1serve.errors import ConfigError
 from m1serve.types import Delta, GenerateRequest, Limits, Started, StopCause
@@ -102,7 +108,17 @@ async def test_a_file_answers_by_prompt_and_in_turn(tok: ChatTokenizer, tmp_path
 
 
 @pytest.mark.parametrize(
-    "content", ["{", '{"when": "a"}', '{"text": "a", "speed": 3}', '{"text": "a", "when": "b"}']
+    "content",
+    [
+        "{",
+        '{"when": "a"}',
+        '{"text": "a", "speed": 3}',
+        '{"text": "a", "when": "b"}',
+        '{"text": "a", "turn": 0}',
+        '{"text": "a", "turn": -1}\n{"text": "a"}',
+        '{"text": "a", "turn": true}\n{"text": "a"}',
+        '{"text": "a", "when": 3}\n{"text": "a"}',
+    ],
 )
 def test_a_bad_script_is_refused(tok: ChatTokenizer, tmp_path: Path, content: str) -> None:
     file = tmp_path / "script.jsonl"
@@ -114,3 +130,69 @@ def test_a_bad_script_is_refused(tok: ChatTokenizer, tmp_path: Path, content: st
 def test_a_missing_script_is_refused(tok: ChatTokenizer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent"):
         replies_from_file(tmp_path / "absent.jsonl", tok)
+
+
+def prompt_of(tok: ChatTokenizer, *roles_and_texts: tuple[str, str]) -> tuple[int, ...]:
+    messages = [ChatMessage(role=role, content=text) for role, text in roles_and_texts]  # type: ignore[arg-type]
+    return encode_prompt(tok, messages, [{"name": "t", "description": "ai name=assistant"}]).ids
+
+
+def test_turns_are_counted_as_the_template_placed_them(tok: ChatTokenizer) -> None:
+    user = ("user", "<beginning_of_sentence>ai name=assistant\nnobody said this")
+    assert assistant_turns(tok, prompt_of(tok, user)) == 0
+    greeted = (("system", "s"), ("assistant", "Hi!"), user, ("assistant", ""), ("tool", "x"))
+    assert assistant_turns(tok, prompt_of(tok, *greeted)) == 2
+    assert assistant_turns(tok, tok.encode_text("a plain text")) == 0
+    assert assistant_turns(tok, ()) == 0
+
+
+def test_a_line_may_wait_for_its_turn(tok: ChatTokenizer, tmp_path: Path) -> None:
+    lines = [
+        {"text": "look", "when": "task 1 of 2", "turn": 0},
+        {"text": "write", "when": "task 1 of 2", "turn": 1},
+        {"text": "done", "when": "task 1 of 2"},
+        {"text": "look elsewhere", "when": "task 2 of 2", "turn": 0},
+        {"text": "second", "turn": 1},
+        {"text": "nothing"},
+    ]
+    file = tmp_path / "script.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    replies = replies_from_file(file, tok)
+
+    def said(text: str, turns: int) -> str:
+        told = [("user", text), *[("assistant", "a"), ("user", "b")] * turns]
+        ids = prompt_of(tok, *told)
+        return replies(GenerateRequest(id="r", prompt_ids=ids, limits=Limits(max_tokens=9))).text
+
+    assert [said("this is task 1 of 2", n) for n in range(4)] == ["look", "write", "done", "done"]
+    assert [said("this is task 2 of 2", n) for n in range(3)] == [
+        "look elsewhere",
+        "second",
+        "nothing",
+    ]
+
+
+@given(st.data())
+def test_the_first_line_that_fits_plays_however_long_the_script(data: st.DataObject) -> None:
+    words = st.lists(st.sampled_from(["a", "bb", "c", "d\n", ""]), min_size=1, max_size=4)
+    whens = st.none() | words.map(" ".join).filter(bool)
+    cues = data.draw(st.lists(st.tuples(whens, st.none() | st.integers(0, 2)), max_size=12))
+    lines = [
+        {"text": f"line {i}"}
+        | ({} if when is None else {"when": when})
+        | ({} if turn is None else {"turn": turn})
+        for i, (when, turn) in enumerate(cues)
+    ]
+    prompt = " ".join(data.draw(words))
+    tok = byte_tokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "script.jsonl"
+        file.write_text("\n".join(map(json.dumps, [*lines, {"text": "else"}])))
+        reply = replies_from_file(file, tok)(request(tok, prompt)).text
+    fits = [
+        line["text"]
+        for line, (when, turn) in zip(lines, cues, strict=True)
+        if (when or turn is not None) and (when or "") in prompt and turn in (None, 0)
+    ]
+    plain = [line["text"] for line, cue in zip(lines, cues, strict=True) if cue == (None, None)]
+    assert reply == [*fits, *plain, "else"][0]
