@@ -13,11 +13,8 @@ from dataclasses import dataclass
 
 from m1serve.errors import StoreError
 from m1serve.online_rl.advantages import group_advantages
-from m1serve.store.records import TurnRecord
+from m1serve.store.records import BROKEN, TurnRecord
 from m1serve.store.views import TrajectoryView
-from m1serve.types import StopCause, TokenFlag
-
-BROKEN = frozenset({StopCause.ABORT, StopCause.ERROR})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +132,7 @@ class _Streams:
         self.logprobs += [math.nan] * len(heard)
         self.versions += [""] * len(heard)
         self.token_ids += turn.completion_ids
-        self.is_trained += trainable_tokens(turn)
+        self.is_trained += turn.trainable_tokens()
         self.logprobs += turn.logprobs
         for span in spans:
             self.versions += [span.weights_version] * (span.end - span.start)
@@ -143,12 +140,3 @@ class _Streams:
 
 def turn_length(turn: TurnRecord) -> int:
     return len(turn.completion_ids)
-
-
-def trainable_tokens(turn: TurnRecord) -> list[bool]:
-    """Per completion token: sampled by the model and by nothing else, from its own distribution, to
-    the end.
-    """
-    if not turn.sampling.is_trainable or turn.stop in BROKEN:
-        return [False] * turn_length(turn)
-    return [flag == TokenFlag.SAMPLED for flag in turn.token_flags]

@@ -13,7 +13,6 @@ from m1serve.store.drift import TurnFacts
 from m1serve.store.prompts import SplitPrompt, prefix_digests, split_prompt
 from m1serve.store.records import TurnRecord
 from m1serve.store.versions import version_number
-from m1serve.types import TokenFlag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,6 @@ def capture(writer: str, seq: int, record: TurnRecord, secret: bytes) -> Capture
     num_prompt, num_full = len(prompt) // 4, len(full) // 4
     digests = prefix_digests(secret, full, sorted({num_prompt, num_full}))
     numbers = [version_number(span.weights_version) for span in record.version_spans]
-    is_trainable = record.sampling.is_trainable
     facts = TurnFacts(
         turn_id=record.turn_id,
         request_id=record.request_id,
@@ -65,7 +63,7 @@ def capture(writer: str, seq: int, record: TurnRecord, secret: bytes) -> Capture
         was_delivered=record.was_delivered,
         num_prompt=num_prompt,
         num_completion=num_full - num_prompt,
-        num_trainable=record.token_flags.count(TokenFlag.SAMPLED) if is_trainable else 0,
+        num_trainable=sum(record.trainable_tokens()),
         prompt_digest=digests[num_prompt],
         full_digest=digests[num_full],
         min_version=min(numbers, default=None),
@@ -108,6 +106,7 @@ def turn_values(captured: CapturedTurn, facts: TurnFacts, now: float) -> dict[st
         "history_rule": record.history_rule.value,
         "request_hash": record.request_hash,
         "retry_count": record.retry_count,
+        "session_source": record.session_source.value,
         "parent_turn_id": facts.parent_turn_id,
         "drift": facts.drift.value,
         "shared_tokens": facts.shared_tokens,

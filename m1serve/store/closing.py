@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from sqlalchemy import insert, or_, select, update
+from sqlalchemy import Select, and_, insert, or_, select, update
 from sqlalchemy.orm import Session
 
 from m1serve.store.claims import CLAIMABLE
@@ -18,7 +18,14 @@ from m1serve.store.rewards import (
     set_state,
     store_verdict,
 )
-from m1serve.store.tables import FeedbackRow, SessionRow, TrajectoryRow, TrajectoryTurnRow
+from m1serve.store.tables import (
+    FeedbackRow,
+    RewardRow,
+    SessionRow,
+    TrajectoryRow,
+    TrajectoryTurnRow,
+    TurnRow,
+)
 from m1serve.store.trajectories import (
     NOT_DELIVERED,
     SIDE_REQUEST,
@@ -115,7 +122,7 @@ class SessionCloser:
             )
             ids = self._session.scalars(own.order_by(TrajectoryTurnRow.position))
             segment = Segment(turns=tuple(facts[turn_id] for turn_id in ids), context=())
-            reason = why_not_trainable(segment, is_incomplete=row.is_incomplete)
+            reason = _why_not_trainable(segment, row)
             trajectory.is_trainable, trajectory.state_reason = reason == "", reason
             trajectory.updated_at = self._now
             set_state(trajectory)
@@ -132,35 +139,23 @@ class SessionCloser:
             .with_for_update()
         )
         for row in self._session.scalars(query).all():
-            turn_ids = (
-                select(TrajectoryTurnRow.turn_id)
-                .where(
-                    TrajectoryTurnRow.trajectory_id == row.trajectory_id,
-                    ~TrajectoryTurnRow.is_context,
-                )
-                .scalar_subquery()
-            )
-            given = (
-                select(FeedbackRow)
-                .where(
-                    FeedbackRow.tenant_id == row.tenant_id,
-                    FeedbackRow.metric == FEEDBACK_METRIC,
-                    or_(
-                        FeedbackRow.turn_id.in_(turn_ids),
-                        (FeedbackRow.session_id == row.session_id) & FeedbackRow.turn_id.is_(None),
-                    ),
-                )
-                .order_by(FeedbackRow.at.desc(), FeedbackRow.feedback_id)
-                .limit(1)
-            )
-            feedback = self._session.scalars(given).one_or_none()
-            if feedback is not None:
+            feedback = self._session.scalars(_feedback_on(row)).one_or_none()
+            if feedback is not None and not self._is_said(row, feedback):
                 reward = Reward(value=feedback.value, evidence=feedback.feedback_id)
                 verdict = Verdict(scorer=FEEDBACK_SCORER, scorer_version="1", reward=reward)
                 store_verdict(self._session, row, verdict, self._now)
 
+    def _is_said(self, row: TrajectoryRow, feedback: FeedbackRow) -> bool:
+        """That feedback is the trajectory's reward already."""
+        said = select(RewardRow.evidence).where(
+            RewardRow.trajectory_id == row.trajectory_id,
+            RewardRow.scorer == FEEDBACK_SCORER,
+            RewardRow.is_current,
+        )
+        return self._session.scalars(said).one_or_none() == feedback.feedback_id
+
     def _values(self, row: SessionRow, segment: Segment, number: int) -> dict[str, object]:
-        reason = why_not_trainable(segment, is_incomplete=row.is_incomplete)
+        reason = _why_not_trainable(segment, row)
         head, turns = segment.head, segment.turns
         min_version, max_version = segment.versions
         return {
@@ -203,6 +198,36 @@ class SessionCloser:
             if values["task_id"] is not None and values["state_reason"] != SIDE_REQUEST
         ]
         self._db.insert_new(self._session, JobRow, jobs)
+
+
+def _feedback_on(row: TrajectoryRow) -> Select[tuple[FeedbackRow]]:
+    """The newest reward given to it, one of its turns or requests, or its session."""
+    own = (
+        select(TurnRow)
+        .join(TrajectoryTurnRow)
+        .where(TrajectoryTurnRow.trajectory_id == row.trajectory_id, ~TrajectoryTurnRow.is_context)
+    )
+    is_of_session = and_(
+        FeedbackRow.session_id == row.session_id,
+        FeedbackRow.turn_id.is_(None),
+        FeedbackRow.request_id.is_(None),
+    )
+    query = select(FeedbackRow).where(
+        FeedbackRow.tenant_id == row.tenant_id,
+        FeedbackRow.metric == FEEDBACK_METRIC,
+        or_(
+            FeedbackRow.turn_id.in_(own.with_only_columns(TurnRow.turn_id)),
+            FeedbackRow.request_id.in_(own.with_only_columns(TurnRow.request_id)),
+            is_of_session,
+        ),
+    )
+    return query.order_by(FeedbackRow.at.desc(), FeedbackRow.feedback_id).limit(1)
+
+
+def _why_not_trainable(segment: Segment, row: SessionRow) -> str:
+    return why_not_trainable(
+        segment, is_incomplete=row.is_incomplete, is_ambiguous=row.is_ambiguous
+    )
 
 
 def _links(session_key: str, segment: Segment) -> list[dict[str, object]]:

@@ -17,13 +17,16 @@ from m1serve.store.records import (
     FeedbackGiven,
     JournalRecord,
     SessionEnded,
+    SessionSource,
     TurnRecord,
     TurnsDelivered,
 )
 from m1serve.store.versions import version_number
 from m1serve.types import HistoryRule, Mode, Sampling, StopCause, VersionSpan
 
-_SCHEMA = 1
+_SCHEMA = 2
+_READ = (1, 2)
+"""1 lacks fields that have defaults."""
 _LEVEL = 1
 _KINDS: dict[str, type[JournalRecord]] = {
     "turn": TurnRecord,
@@ -53,9 +56,9 @@ def encode_record(record: JournalRecord) -> bytes:
 
 def decode_record(payload: bytes) -> JournalRecord:
     schema, kind, fields = msgpack.unpackb(zstandard.decompress(payload), use_list=False)
-    if schema != _SCHEMA or kind not in _KINDS:
+    if schema not in _READ or kind not in _KINDS:
         raise StoreError(
-            f"journal record of schema {schema}, kind {kind!r}; this code reads schema {_SCHEMA}, "
+            f"journal record of schema {schema}, kind {kind!r}; this code reads schemas {_READ}, "
             f"kinds {sorted(_KINDS)}: ingest it with the m1serve that wrote it"
         )
     type_ = _KINDS[kind]
@@ -121,6 +124,7 @@ _PACK: dict[str, Callable[[Any], object]] = {
     "mode": str,
     "history_rule": str,
     "stop": str,
+    "session_source": str,
     "sampling": sampling_to_dict,
     "version_spans": lambda spans: [(s.start, s.end, s.weights_version) for s in spans],
 }
@@ -133,6 +137,7 @@ _UNPACK: dict[str, Callable[[Any], object]] = {
     "mode": Mode,
     "history_rule": HistoryRule,
     "stop": StopCause,
+    "session_source": SessionSource,
     "sampling": sampling_from_dict,
     "version_spans": lambda spans: tuple(
         VersionSpan(start=start, end=end, weights_version=version) for start, end, version in spans

@@ -150,10 +150,18 @@ class _Ingest:
             given = entry.record
             if not isinstance(given, FeedbackGiven):
                 continue
-            if self._db.insert_new(self._session, FeedbackRow, [dataclasses.asdict(given)]):
-                num_new += 1
+            is_new = self._db.insert_new(self._session, FeedbackRow, [dataclasses.asdict(given)])
+            num_new += is_new
+            if is_new or self._say_again(given):
                 self._closer.apply_feedback(_trajectories_of(self._session, given))
         return num_new
+
+    def _say_again(self, given: FeedbackGiven) -> int:
+        """The same words once more count once, and as said at the later time."""
+        again = update(FeedbackRow).where(
+            FeedbackRow.feedback_id == given.feedback_id, FeedbackRow.at < given.at
+        )
+        return changed(self._session, again.values(at=given.at))
 
     def save_cursors(self, cursors: Mapping[str, Cursor]) -> None:
         for writer, cursor in sorted(cursors.items()):
@@ -253,11 +261,14 @@ def _known_turn_ids(session: Session, turns: Sequence[CapturedTurn]) -> set[str]
 
 def _trajectories_of(session: Session, given: FeedbackGiven) -> list[str]:
     query = select(TrajectoryRow.trajectory_id).where(TrajectoryRow.tenant_id == given.tenant_id)
-    if given.turn_id is None:
+    if given.turn_id is not None:
+        is_meant = TrajectoryTurnRow.turn_id == given.turn_id
+    elif given.request_id is not None:
+        of_request = select(TurnRow.turn_id).where(TurnRow.request_id == given.request_id)
+        is_meant = TrajectoryTurnRow.turn_id.in_(of_request)
+    else:
         return list(session.scalars(query.where(TrajectoryRow.session_id == given.session_id)))
-    own = select(TrajectoryTurnRow.trajectory_id).where(
-        TrajectoryTurnRow.turn_id == given.turn_id, ~TrajectoryTurnRow.is_context
-    )
+    own = select(TrajectoryTurnRow.trajectory_id).where(is_meant, ~TrajectoryTurnRow.is_context)
     return list(session.scalars(query.where(TrajectoryRow.trajectory_id.in_(own))))
 
 

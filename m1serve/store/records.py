@@ -5,9 +5,32 @@ Written by the process that owns the engine stream, read by the sidecar. Values 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from m1serve.types import HistoryRule, Mode, Sampling, StopCause, VersionSpan
+from m1serve.types import HistoryRule, Mode, Sampling, StopCause, TokenFlag, VersionSpan
+
+BROKEN = frozenset({StopCause.ABORT, StopCause.ERROR})
+"""Stops after which a completion is no sample of the policy."""
+
+
+class SessionSource(StrEnum):
+    """How a turn came to its session."""
+
+    NAMED = "named"
+    """By a header, the path, or metadata."""
+    INFERRED = "inferred"
+    """The client named none; exactly one running conversation has the history it sent."""
+    RETRY = "retry"
+    """A declared retry of a first request, put beside the attempt it repeats."""
+    NEW = "new"
+    """Nobody had this history before."""
+    AMBIGUOUS = "ambiguous"
+    """Several conversations had, and nothing told them apart: a session of its own, never
+    trained."""
+    UNKNOWN = "unknown"
+    """Recorded before sources were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +79,20 @@ class TurnRecord:
     numerics_digest: str
     ttft_ms: float
     total_ms: float
+    session_source: SessionSource = SessionSource.UNKNOWN
+
+    def trainable_tokens(self) -> list[bool]:
+        """Per completion token: sampled by the model and by nothing else, from its own
+        distribution at temperature 1, with a logprob, in a completion that was not broken off.
+
+        The one rule: the ledger counts by it and the trainer masks by it.
+        """
+        if not self.sampling.is_trainable or self.stop in BROKEN:
+            return [False] * len(self.completion_ids)
+        return [
+            flag == TokenFlag.SAMPLED and math.isfinite(logprob)
+            for flag, logprob in zip(self.token_flags, self.logprobs, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +126,10 @@ class FeedbackGiven:
     metric: str
     value: float
     comment: str = ""
+    request_id: str | None = None
+    """Of the completion it is about, all its choices."""
+    source: str = "client"
+    """Whose judgement it is, in the client's words."""
 
 
 JournalRecord = TurnRecord | TurnsDelivered | SessionEnded | FeedbackGiven

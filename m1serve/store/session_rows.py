@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from m1serve.store.captured import CapturedTurn, session_key
-from m1serve.store.records import SessionEnded
+from m1serve.store.records import SessionEnded, SessionSource
 from m1serve.store.tables import SessionRow
 from m1serve.types import Mode
 
@@ -24,6 +24,7 @@ def session_of_turn(turn: CapturedTurn) -> dict[str, object]:
         "last_seen_at": record.created_at,
         "num_turns": 0,
         "is_incomplete": False,
+        "is_ambiguous": False,
     }
 
 
@@ -40,6 +41,7 @@ def session_of_end(end: SessionEnded) -> dict[str, object]:
         "last_seen_at": end.at,
         "num_turns": 0,
         "is_incomplete": False,
+        "is_ambiguous": False,
     }
 
 
@@ -51,6 +53,8 @@ def update_session(row: SessionRow, new: Sequence[CapturedTurn]) -> None:
         row.task_id = row.task_id if row.task_id is not None else record.task_id
         if record.mode is not Mode.TRAIN:
             row.mode = record.mode.value
+        if record.session_source is SessionSource.AMBIGUOUS:
+            row.is_ambiguous = True
         row.opened_at = min(row.opened_at, record.created_at)
         row.last_seen_at = max(row.last_seen_at, turn.last_seen_at)
     row.num_turns += len(new)

@@ -20,7 +20,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_REVISION = "0001"
+SCHEMA_REVISION = "0002"
 """The Alembic revision this code reads and writes."""
 
 _NAMING = {
@@ -64,6 +64,8 @@ class SessionRow(Base):
     num_turns: Mapped[int]
     is_incomplete: Mapped[bool]
     """Capture lost a record of this session: it is never trained."""
+    is_ambiguous: Mapped[bool]
+    """Nobody can say which conversation it goes on: it is never trained."""
     retention_until: Mapped[float | None]
     erased_at: Mapped[float | None]
 
@@ -84,6 +86,7 @@ class TurnRow(Base):
     __table_args__ = (
         UniqueConstraint("writer", "seq"),
         Index(None, "session_key", "created_at"),
+        Index(None, "request_id"),
     )
 
     turn_id: Mapped[str] = mapped_column(primary_key=True)
@@ -108,6 +111,7 @@ class TurnRow(Base):
     history_rule: Mapped[str]
     request_hash: Mapped[str]
     retry_count: Mapped[int]
+    session_source: Mapped[str]
 
     parent_turn_id: Mapped[str | None]
     drift: Mapped[str]
@@ -226,7 +230,10 @@ class RewardRow(Base):
 
 class FeedbackRow(Base):
     __tablename__ = "feedback"
-    __table_args__ = (Index(None, "tenant_id", "session_id"),)
+    __table_args__ = (
+        Index(None, "tenant_id", "session_id"),
+        Index(None, "tenant_id", "request_id"),
+    )
 
     feedback_id: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[str]
@@ -234,6 +241,8 @@ class FeedbackRow(Base):
     at: Mapped[float]
     session_id: Mapped[str | None]
     turn_id: Mapped[str | None]
+    request_id: Mapped[str | None]
+    source: Mapped[str]
     metric: Mapped[str]
     value: Mapped[float]
     comment: Mapped[str]

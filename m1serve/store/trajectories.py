@@ -18,6 +18,8 @@ SIDE_REQUEST = "drift: side request"
 """Not part of the session's task: neither scored by it nor trained on."""
 NOT_DELIVERED = "delivery: the client never had an answer"
 TURN_LOST = "capture: a turn of the session was lost"
+AMBIGUOUS = "session: ambiguous"
+"""Several conversations had the history it goes on from, and nothing told them apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ def assemble(turns: Sequence[TurnFacts], included: Set[str]) -> list[Segment]:
     return [Segment(turns=_chain(t, heirs), context=_context(t, by_id)) for t in heads]
 
 
-def why_not_trainable(segment: Segment, *, is_incomplete: bool) -> str:
+def why_not_trainable(segment: Segment, *, is_incomplete: bool, is_ambiguous: bool = False) -> str:
     """'' when only the reward is still to decide."""
     turns = segment.turns
     if segment.mode is not Mode.TRAIN:
@@ -98,6 +100,8 @@ def why_not_trainable(segment: Segment, *, is_incomplete: bool) -> str:
         return SIDE_REQUEST
     if is_incomplete:
         return TURN_LOST
+    if is_ambiguous:
+        return AMBIGUOUS
     if sum(t.num_trainable for t in turns) == 0:
         return "sampling: no trainable token"
     return ""

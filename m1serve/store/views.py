@@ -13,7 +13,7 @@ from m1serve.store.blobs import unpack_flags, unpack_floats, unpack_ids
 from m1serve.store.codec import sampling_from_dict
 from m1serve.store.database import chunks
 from m1serve.store.prompts import join_prompt, load_blocks
-from m1serve.store.records import TurnRecord
+from m1serve.store.records import SessionSource, TurnRecord
 from m1serve.store.tables import TrajectoryRow, TrajectoryTurnRow, TurnRow
 from m1serve.types import HistoryRule, Mode, RewardStatus, StopCause, VersionSpan
 
@@ -190,6 +190,7 @@ def _turn(row: TurnRow, prompt_ids: tuple[int, ...]) -> TurnRecord:
         numerics_digest=row.numerics_digest,
         ttft_ms=row.ttft_ms,
         total_ms=row.total_ms,
+        session_source=SessionSource(row.session_source),
     )
 
 

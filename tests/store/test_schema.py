@@ -74,14 +74,14 @@ def test_the_first_migration_has_the_designed_columns(database_url: str, table: 
 def test_a_newer_schema_is_refused(database_url: str) -> None:
     db = Database(database_url)
     set_revision(db, "9999")
-    with pytest.raises(StoreError, match="schema 9999, newer than this code's 0001"):
+    with pytest.raises(StoreError, match="schema 9999, newer than this code's 0002"):
         Store.open(database_url)
     set_revision(db, SCHEMA_REVISION)
     db.close()
 
 
 def test_without_leave_to_migrate_an_old_schema_is_refused(empty_url: str) -> None:
-    with pytest.raises(StoreError, match=r"(?s)schema None, this code needs 0001.*weights init"):
+    with pytest.raises(StoreError, match=r"(?s)schema None, this code needs 0002.*weights init"):
         Store.open(empty_url, migrate=False)
 
 
