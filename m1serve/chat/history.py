@@ -8,13 +8,13 @@ tell them apart.
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from m1serve.chat.chain import Chain, chain_of
 from m1serve.chat.messages import ChatMessage
 from m1serve.chat.template import RenderedPrompt, encode_extension, encode_prompt
 from m1serve.chat.tokenizer import ChatTokenizer
@@ -66,9 +66,13 @@ class HistoryIndex:
         *,
         system_end: int = 0,
         session_id: str = "",
+        chain: Chain | None = None,
     ) -> None:
-        """`messages` end with the answer as returned; `ids` are its prompt and what was sampled."""
-        *_, (_, key) = _prefix_keys(tenant, alias, messages, tools)
+        """`messages` end with the answer as returned; `ids` are its prompt and what was sampled;
+        `chain` is that of the messages before the answer, where somebody has it.
+        """
+        chain = chain or chain_of(tenant, alias, messages[:-1], tools)
+        key = chain.with_answer(messages[-1])
         answer, packed = messages[-1], array("i", ids)
         turn = _Remembered(
             ids=packed,
@@ -108,11 +112,13 @@ class HistoryIndex:
         tools: Sequence[dict[str, object]],
         *,
         session_id: str | None = None,
+        chain: Chain | None = None,
     ) -> HistoryMatch:
-        """As `prompt`; `session_id` is the one the client named, if it did."""
+        """As `prompt`; `session_id` is the one the turn belongs to, where that is known."""
+        chain = chain or chain_of(tenant, alias, messages, tools)
         answered = [
             (place, key)
-            for place, key in _prefix_keys(tenant, alias, messages, tools)
+            for place, key in enumerate(chain.keys)
             if messages[place].role == "assistant"
         ]
         for place, key in reversed(answered):
@@ -149,33 +155,6 @@ class HistoryIndex:
                     turn.reasoning == reasoning,
                 ),
             )
-
-
-def _prefix_keys(
-    tenant: str,
-    alias: str,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[dict[str, object]],
-) -> Iterator[tuple[int, bytes]]:
-    """The key of each prefix messages[: place + 1]."""
-    state = hashlib.blake2b(_canonical([tenant, alias, list(tools)]), digest_size=16)
-    for place, message in enumerate(messages):
-        calls = [[call.name, _arguments(call.arguments)] for call in message.tool_calls]
-        name = message.name if message.role == "tool" else None
-        state.update(_canonical([message.role, message.content, calls, name]))
-        yield place, state.digest()
-
-
-def _arguments(text: str) -> object:
-    """Clients parse and dump arguments again, so they are compared as JSON."""
-    try:
-        return [json.loads(text or "{}")]
-    except (ValueError, RecursionError):
-        return text
-
-
-def _canonical(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
 def _digest(text: str | None) -> bytes:
