@@ -13,6 +13,7 @@ from m1serve.api.route_chat import chat_router
 from m1serve.api.route_feedback import feedback_router
 from m1serve.api.route_models import models_router
 from m1serve.api.serving import Journal, Serving
+from m1serve.api.session_index import SessionIndex
 from m1serve.chat.history import HistoryIndex
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import Settings
@@ -40,6 +41,7 @@ def create_app(
         settings=settings,
         tokenizer=tokenizer,
         history=HistoryIndex(tokenizer),
+        sessions=SessionIndex(idle_s=settings.serve.session_idle_s),
         metrics=metrics or Metrics(),
         numerics_digest=hashlib.sha256(numerics.encode()).hexdigest(),
     )

@@ -40,6 +40,7 @@ class Exchange:
         self.started: Started | None = None
         self.is_client_gone = False
         request = prepared.generate
+        serving.sessions.enter(prepared.placement)
         self.choices = [
             ChoiceStream(
                 index,
@@ -110,6 +111,7 @@ class Exchange:
         except StoreError as error:
             # whether the client was told is settled already
             logger.error("request %s is not recorded: %s", self.prepared.request_id, error)
+        self.serving.sessions.settle(self.prepared.placement, was_delivered=was_delivered)
         self._count(self._total_s)
 
     @property
@@ -177,16 +179,18 @@ class Exchange:
 
     def _remember(self, choice: ChoiceStream) -> None:
         """Before the last byte is sent: the client's next request may be here at once."""
-        prepared = self.prepared
+        prepared, message = self.prepared, choice.message
+        self.serving.sessions.answered(prepared.placement, message, prepared.chain)
         if prepared.history_rule is HistoryRule.EXACT:
             self.serving.history.remember(
                 prepared.caller.tenant_id,
                 prepared.body.model,
-                (*prepared.messages, choice.message),
+                (*prepared.messages, message),
                 prepared.tools,
                 (*prepared.generate.prompt_ids, *choice.token_ids),
                 system_end=prepared.system_end,
                 session_id=prepared.session_id,
+                chain=prepared.chain,
             )
 
     def _count(self, total_s: float) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from m1serve.api.conversation import to_messages, to_tools
 from m1serve.api.identity import Caller, Labels, labels
+from m1serve.api.lookalikes import Asker, Placement
 from m1serve.api.sampling import (
     refuse_unsupported,
     to_limits,
@@ -19,6 +20,8 @@ from m1serve.api.sampling import (
 )
 from m1serve.api.schema import ChatRequest, parse_body
 from m1serve.api.serving import Serving
+from m1serve.api.session_index import Question
+from m1serve.chat.chain import Chain, chain_of
 from m1serve.chat.history import HistoryMatch
 from m1serve.chat.messages import ChatMessage
 from m1serve.chat.template import encode_prompt
@@ -35,8 +38,9 @@ class Prepared:
     created_at: float
     caller: Caller
     labels: Labels
-    session_id: str
-    """Named by the client, else of the turn this one continues, else new."""
+    placement: Placement = field(repr=False)
+    """Its session: named by the client, else of the conversation it goes on with, else new."""
+    chain: Chain = field(repr=False)
     retry_count: int
     request_hash: str
     body: ChatRequest = field(repr=False)
@@ -45,6 +49,10 @@ class Prepared:
     history_rule: HistoryRule
     system_end: int
     generate: GenerateRequest = field(repr=False)
+
+    @property
+    def session_id(self) -> str:
+        return self.placement.session_id
 
     @property
     def is_stream(self) -> bool:
@@ -71,15 +79,25 @@ def prepare(
     refuse_unsupported(request, serving.settings.serve.max_n)
     asked = labels(headers, request.metadata or {}, is_stored=request.store is not False)
     messages, tools = to_messages(request), to_tools(request)
-    match = _prompt(serving, request.model, caller, asked, messages, tools)
+    chain = chain_of(caller.tenant_id, request.model, messages, tools)
+    question = Question(
+        asker=_asker(request, caller, asked),
+        session_id=asked.session_id,
+        retry_count=_retry_count(headers),
+        messages=messages,
+        chain=chain,
+    )
+    placement = serving.sessions.find(question)
+    match = _prompt(serving, request.model, question, placement.session_id, tools)
     return Prepared(
         request_id=request_id,
         created_at=created_at,
         caller=caller,
         labels=asked,
-        session_id=asked.session_id or match.parent_session_id or f"sess-{uuid.uuid4().hex}",
-        retry_count=_retry_count(headers),
-        request_hash=_request_hash(request),
+        placement=placement,
+        chain=chain,
+        retry_count=question.retry_count,
+        request_hash=placement.asker.request_hash,
         body=request,
         messages=messages,
         tools=tools,
@@ -92,16 +110,20 @@ def prepare(
 def _prompt(
     serving: Serving,
     alias: str,
-    caller: Caller,
-    asked: Labels,
-    messages: tuple[ChatMessage, ...],
+    question: Question,
+    session_id: str,
     tools: tuple[dict[str, object], ...],
 ) -> HistoryMatch:
     if HistoryRule(serving.settings.model.history) is HistoryRule.EXACT:
         return serving.history.match(
-            caller.tenant_id, alias, messages, tools, session_id=asked.session_id
+            question.asker.tenant_id,
+            alias,
+            question.messages,
+            tools,
+            session_id=session_id,
+            chain=question.chain,
         )
-    prompt = encode_prompt(serving.tokenizer, messages, tools)
+    prompt = encode_prompt(serving.tokenizer, question.messages, tools)
     return HistoryMatch(prompt=prompt, parent_session_id=None, num_exact_ids=0)
 
 
@@ -123,6 +145,16 @@ def _generate_request(
         cache_salt=caller.cache_salt,
         snapshot_at=(system_end,) if 0 < system_end < len(ids) else (),
         min_delta_interval_s=STREAM_DELTA_INTERVAL_S if request.stream else math.inf,
+    )
+
+
+def _asker(request: ChatRequest, caller: Caller, asked: Labels) -> Asker:
+    hints = {"user": request.user, "task": asked.task_id, "group": asked.group_key}
+    return Asker(
+        tenant_id=caller.tenant_id,
+        key_id=caller.key_id,
+        request_hash=_request_hash(request),
+        hints={name: value for name, value in hints.items() if value is not None},
     )
 
 

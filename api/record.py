@@ -54,6 +54,7 @@ def turn_record(exchange: Exchange, choice: ChoiceStream, *, total_ms: float) ->
         numerics_digest=serving.numerics_digest,
         ttft_ms=exchange.ttft_ms,
         total_ms=total_ms,
+        session_source=prepared.placement.source,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import anyio
 
+from m1serve.api.session_index import SessionIndex
 from m1serve.chat.history import HistoryIndex
 from m1serve.chat.template import template_digest
 from m1serve.chat.tokenizer import ChatTokenizer
@@ -60,6 +61,7 @@ class Serving:
     settings: Settings
     tokenizer: ChatTokenizer
     history: HistoryIndex
+    sessions: SessionIndex
     metrics: Metrics
     numerics_digest: str
     template_digest: str = field(default_factory=template_digest)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from m1serve.chat.messages import ChatMessage
+from m1serve.types import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,11 @@ def chain_of(
         state.update(_words(message))
         keys.append(state.digest())
     return Chain(tuple(keys), state)
+
+
+def canonical_call(call: ToolCall) -> bytes:
+    """Equal for calls that say the same, however their arguments are spaced."""
+    return _canonical([call.name, _arguments(call.arguments)])
 
 
 def _words(message: ChatMessage) -> bytes:
