@@ -32,6 +32,15 @@ class TokenFlag(IntFlag):
     MASKED = 4
 
 
+class GrammarStart(StrEnum):
+    """From where a grammar binds. What was said before stays free."""
+
+    REPLY = "reply"
+    """Behind the think block, or from the first token when the model opens none."""
+    CALLS = "calls"
+    """Behind a `<tool_calls>` tag outside the think block; a reply without one is free."""
+
+
 class InFlight(StrEnum):
     """What a weight swap does to a running request."""
 
@@ -116,9 +125,23 @@ class Sampling:
 class Limits:
     max_tokens: int
     """Sampled tokens of one choice, think block included."""
+    answer_tokens: int | None = None
+    """Sampled tokens outside the think block; None means that only max_tokens bounds them."""
     reasoning_budget: int | None = None
+    """Tokens between the tags of the think block, after which it is closed for the model."""
     deadline_s: float | None = None
     """Seconds from the request's arrival after which it is aborted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What a reply must look like. Tokens drawn under it carry TokenFlag.MASKED."""
+
+    text: str
+    """In llguidance's dialect of Lark; m1serve.chat.grammar writes it."""
+    start: GrammarStart = GrammarStart.REPLY
+    param: str = "response_format"
+    """The request's field to name when it does not compile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +154,7 @@ class GenerateRequest:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     stop_strings: tuple[str, ...] = ()
-    grammar: str | None = None
+    grammar: Grammar | None = None
     weights_pin: str | None = None
     """A `weights_version` the engine must already hold; None means the newest."""
     in_flight: InFlight = InFlight.FINISH

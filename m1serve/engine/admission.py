@@ -77,8 +77,14 @@ def _check_features(request: GenerateRequest, can: Capabilities) -> None:
         raise RequestError("this engine has no penalties; leave them out", code="unsupported")
     if request.prompt_logprobs and not can.has_prompt_logprobs:
         raise RequestError("this engine gives no prompt logprobs", code="unsupported")
-    if request.limits.reasoning_budget is not None and not can.has_reasoning_budget:
-        raise RequestError("this engine has no reasoning budget", code="unsupported")
+    limits = request.limits
+    counts_thought = limits.reasoning_budget is not None or limits.answer_tokens is not None
+    if counts_thought and not can.has_reasoning_budget:
+        raise RequestError(
+            "this engine does not count the think block by itself; leave out what bounds reasoning "
+            "or the answer alone",
+            code="unsupported",
+        )
     for token_id in (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)):
         if not 0 <= token_id < can.vocab_size:
             raise RequestError(
@@ -102,8 +108,8 @@ def _check_prompt(ids: tuple[int, ...], can: Capabilities) -> None:
 
 def _too_long(num_tokens: int, max_model_len: int) -> RequestError:
     return RequestError(
-        f"the prompt has {num_tokens} tokens; this model reads and writes {max_model_len} in all: "
-        "shorten the messages",
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has "
+        f"{num_tokens} tokens and leaves no room for an answer. Shorten the prompt.",
         param="messages",
         code="context_length_exceeded",
     )

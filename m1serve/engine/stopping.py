@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from m1serve.chat.stops import StopMatcher
-from m1serve.chat.tokenizer import THINK, THINK_END, ChatTokenizer, Detokenizer
+from m1serve.chat.tokenizer import THINK_END, ChatTokenizer, Detokenizer
+from m1serve.engine.thinking import ThinkBlock, ThinkPlace
 from m1serve.types import GenerateRequest, StopCause
 
 
@@ -18,7 +19,15 @@ class Stop:
 class StopRules:
     """The rules of one choice; call `after` once for each token, in order."""
 
-    __slots__ = ("_eos_id", "_length_stop", "_max_tokens", "_stop_ids", "_strings")
+    __slots__ = (
+        "_answer_tokens",
+        "_eos_id",
+        "_length_stop",
+        "_max_tokens",
+        "_stop_ids",
+        "_strings",
+        "_thought",
+    )
 
     def __init__(
         self, request: GenerateRequest, *, tokenizer: ChatTokenizer, max_model_len: int
@@ -27,6 +36,10 @@ class StopRules:
         self._stop_ids = frozenset((*request.sampling.stop_token_ids, tokenizer.eos_id))
         self._strings = (
             StopStrings(request.stop_strings, tokenizer) if request.stop_strings else None
+        )
+        self._answer_tokens = request.limits.answer_tokens
+        self._thought = (
+            None if self._answer_tokens is None else ThinkBlock(tokenizer, request.prompt_ids)
         )
         room = max_model_len - len(request.prompt_ids)
         self._max_tokens = min(request.limits.max_tokens, room)
@@ -39,13 +52,23 @@ class StopRules:
 
     def after(self, token_id: int, num_tokens: int) -> Stop | None:
         """`num_tokens` counts this token."""
+        if self._thought is not None:
+            self._thought.observe(token_id)
         if token_id in self._stop_ids:
             if token_id == self._eos_id:
                 return Stop(cause=StopCause.EOS)
             return Stop(cause=StopCause.STOP_TOKEN, detail=str(token_id))
         if self._strings is not None and (hit := self._strings.push(token_id)) is not None:
             return Stop(cause=StopCause.STOP_STRING, detail=hit)
+        if self._has_answered(num_tokens):
+            return Stop(cause=StopCause.LENGTH)
         return self._length_stop if num_tokens >= self._max_tokens else None
+
+    def _has_answered(self, num_tokens: int) -> bool:
+        thought, most = self._thought, self._answer_tokens
+        if thought is None or most is None or thought.place is ThinkPlace.INSIDE:
+            return False
+        return num_tokens - thought.num_tokens >= most
 
 
 class StopStrings:
@@ -64,34 +87,28 @@ class StopStrings:
 class ThinkBudget:
     """Counts the tokens of the think block; used up, `forced` holds what must follow."""
 
-    __slots__ = ("_closing", "_is_open", "_left", "_open_id", "forced")
+    __slots__ = ("_block", "_closing", "_left", "forced")
 
     def __init__(
         self, budget_tokens: int, *, tokenizer: ChatTokenizer, prompt_ids: tuple[int, ...]
     ) -> None:
-        self._open_id = tokenizer.control_ids.get(THINK, -1)
         self._closing = tokenizer.encode_control(f"{THINK_END}\n")
         self._left = budget_tokens
-        self._is_open = self._open_id in prompt_ids[-2:]
+        self._block = ThinkBlock(tokenizer, prompt_ids)
         self.forced: list[int] = []
         """Next token first."""
-        if self._is_open and budget_tokens <= 0:
-            self._close()
+        self._close_if_used_up()
 
     def observe(self, token_id: int) -> None:
+        was_inside = self._block.place is ThinkPlace.INSIDE
+        self._block.observe(token_id)
         if self.forced:
             self.forced.pop(0)
-        elif token_id == self._open_id and not self._is_open:
-            self._is_open = True
-            if self._left <= 0:
-                self._close()
-        elif token_id == self._closing[0]:
-            self._is_open = False
-        elif self._is_open:
+            return
+        if was_inside:
             self._left -= 1
-            if self._left <= 0:
-                self._close()
+        self._close_if_used_up()
 
-    def _close(self) -> None:
-        self.forced = list(self._closing)
-        self._is_open = False
+    def _close_if_used_up(self) -> None:
+        if self._block.place is ThinkPlace.INSIDE and self._left <= 0:
+            self.forced = list(self._closing)

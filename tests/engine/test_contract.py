@@ -341,6 +341,8 @@ async def test_a_prompt_that_is_too_long_is_refused(start: StartRig) -> None:
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
     assert caught.value.status == 400
     assert str(len(prompt)) in str(caught.value)
+    room = rig.engine.capabilities.max_model_len
+    assert str(caught.value).startswith(f"This model's maximum context length is {room} tokens")
 
 
 @pytest.mark.parametrize(
@@ -396,3 +398,14 @@ async def test_a_reasoning_budget_closes_the_think_block(start: StartRig) -> Non
     assert said.flags()[:4] == (sampled,) * 4
     assert said.flags()[4:end] == (forced,) * len(closing)
     assert set(said.flags()[end:]) <= {sampled}
+
+
+async def test_an_answers_limit_starts_behind_the_think_block(start: StartRig) -> None:
+    rig = await start()
+    prompt = (*rig.prompt(), *rig.tok.encode_control("<think>\n"))
+    limits = Limits(max_tokens=60, answer_tokens=3, reasoning_budget=5)
+    said = await rig.say(prompt_ids=prompt, limits=limits)
+    assert said.stop() is StopCause.LENGTH
+    closed = said.ids().index(rig.tok.control_ids["</think>"])
+    assert closed <= 5
+    assert len(said.ids()) == closed + 1 + 3

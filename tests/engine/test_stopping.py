@@ -66,9 +66,8 @@ def think(tok: ChatTokenizer, budget: int, prompt: str = "") -> ThinkBudget:
 
 def test_the_budget_counts_tokens_inside_the_block_only(tok: ChatTokenizer) -> None:
     budget = think(tok, 3)
-    for token_id in tok.encode_text("words before the block do not count"):
+    for token_id in (*tok.encode_text("\n"), tok.control_ids["<think>"]):
         budget.observe(token_id)
-    budget.observe(tok.control_ids["<think>"])
     for token_id in (10, 11):
         budget.observe(token_id)
         assert budget.forced == []
@@ -96,3 +95,54 @@ def test_a_block_closed_in_time_is_left_alone(tok: ChatTokenizer) -> None:
 @pytest.mark.parametrize("prompt", ["<think>", "<think>\n"])
 def test_no_budget_in_an_open_block_forces_at_once(tok: ChatTokenizer, prompt: str) -> None:
     assert think(tok, 0, prompt).forced == tok.encode_control("</think>\n")
+
+
+def test_a_tag_in_the_answer_opens_no_block(tok: ChatTokenizer) -> None:
+    budget = think(tok, 1)
+    for token_id in tok.encode_control("So. <think> is a tag"):
+        budget.observe(token_id)
+        assert budget.forced == []
+
+
+def spelled(tok: ChatTokenizer, text: str) -> list[int]:
+    """Tags in several tokens each, as a tokenizer without them has it."""
+    return [i for char in text for i in tok.encode_text(char)]
+
+
+def test_a_block_whose_tags_are_several_tokens_is_closed_too(tok: ChatTokenizer) -> None:
+    budget = think(tok, 2)
+    for token_id in (*spelled(tok, "<think>"), 10):
+        budget.observe(token_id)
+        assert budget.forced == []
+    budget.observe(11)
+    assert budget.forced == tok.encode_control("</think>\n")
+
+
+def test_tags_of_several_tokens_end_the_block_in_time(tok: ChatTokenizer) -> None:
+    budget = think(tok, 30)
+    for token_id in (*spelled(tok, "<think>hm</think>"), *range(20, 60)):
+        budget.observe(token_id)
+        assert budget.forced == []
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nhm, well\n</think>", "\n\n<think>x</think>"])
+@pytest.mark.parametrize("spell", [spelled, ChatTokenizer.encode_control])
+def test_an_answers_limit_does_not_count_the_thought(
+    tok: ChatTokenizer, thought: str, spell: Any
+) -> None:
+    before = spell(tok, thought)
+    request = GenerateRequest(
+        id="r", prompt_ids=(5, 6), limits=Limits(max_tokens=90, answer_tokens=4)
+    )
+    rule = StopRules(request, tokenizer=tok, max_model_len=200)
+    ids = [*before, *tok.encode_text("a b c d e f g h")]
+    assert stop_of(rule, ids) == (len(before) + 4, Stop(cause=StopCause.LENGTH))
+
+
+def test_a_thought_that_never_ends_meets_max_tokens(tok: ChatTokenizer) -> None:
+    request = GenerateRequest(
+        id="r", prompt_ids=(5, 6), limits=Limits(max_tokens=9, answer_tokens=2)
+    )
+    rule = StopRules(request, tokenizer=tok, max_model_len=200)
+    ids = tok.encode_control("<think>" + "on and on " * 9)
+    assert stop_of(rule, ids) == (9, Stop(cause=StopCause.LENGTH))
