@@ -1,4 +1,4 @@
-"""Where a choice stands in its think block, token by token; tags may be one token or several. Pure."""
+"""Where a choice stands in its think block, whose tags may be one token or several. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ThinkBlock:
         is_open = tail.rstrip().endswith(_OPEN)
         self.place = ThinkPlace.INSIDE if is_open else ThinkPlace.BEFORE
         self.num_tokens = 0
-        """Sampled tokens of the block, tags and blanks before it included; 0 where there is none."""
+        """Sampled tokens of the block, tags and blanks before it too; 0 where there is none."""
         self._num_blank = 0
         self._seen = b""
 
