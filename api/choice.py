@@ -66,7 +66,9 @@ class ChoiceStream:
     def finish_reason(self) -> str:
         if self.stop in _FINISH_REASON:
             return _FINISH_REASON[self.stop]
-        return "tool_calls" if self.call_ids else "stop"
+        # a client takes "tool_calls" as leave to carry them out
+        is_whole = self.call_ids and not self._parser.has_broken_call
+        return "tool_calls" if is_whole else "stop"
 
     @property
     def num_shown(self) -> int:

@@ -7,17 +7,19 @@ nothing is repaired.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
-from m1serve.chat.reply_parser import (
+from m1serve.chat.reply_draft import (
     CallArguments,
     CallStarted,
     ContentText,
     ParsedReply,
     ReasoningText,
     ReplyEvent,
-    ReplyParser,
 )
+from m1serve.chat.reply_parser import ReplyParser
 from m1serve.chat.tokenizer import THINK, THINK_END, ChatTokenizer
 from m1serve.types import StopCause, Turn
 
@@ -70,15 +72,17 @@ def without_stop(ids: Sequence[int], stop: StopCause | None, eos_id: int) -> Seq
 
 
 def count_reasoning_tokens(tok: ChatTokenizer, ids: Sequence[int]) -> int:
-    """Tokens of a leading think block, its tags included."""
-    end, text = tok.control_ids.get(THINK_END), ""
-    if THINK in tok.control_ids and end is not None:
-        opening = next((token_id for token_id in ids if tok.token_bytes(token_id).strip()), None)
-        if opening != tok.control_ids[THINK]:
-            return 0
-        return ids.index(end) + 1 if end in ids else len(ids)
-    for num, token_id in enumerate(ids, start=1):
-        text += tok.decode((token_id,))
-        if THINK_END in text:
-            return num if text.lstrip().startswith(THINK) else 0
-    return len(ids) if text.lstrip().startswith(THINK) else 0
+    """Tokens of a leading think block, its tags included: up to the one that completes the end tag.
+
+    Found in the text, as the parser finds it: a tag may be spelled by several tokens.
+    """
+    shown = ids[:-1] if tuple(ids[-1:]) == (tok.eos_id,) else ids
+    pieces = [tok.token_bytes(token_id) for token_id in shown]
+    raw = b"".join(pieces)
+    if not raw.lstrip().startswith(THINK.encode()):
+        return 0
+    place = raw.find(THINK_END.encode())
+    if place < 0:
+        return len(shown)
+    ends = list(accumulate(map(len, pieces)))
+    return bisect_left(ends, place + len(THINK_END)) + 1

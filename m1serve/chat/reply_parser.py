@@ -2,297 +2,157 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from m1serve.chat.json_scan import JsonScanner, ScanEnd, raw_members
-from m1serve.chat.tokenizer import CALLS, CALLS_END, THINK, THINK_END
-from m1serve.types import ToolCall
+from m1serve.chat.call_block import CallBlock, partial_tag
+from m1serve.chat.reply_draft import ParsedReply, ReplyDraft, ReplyEvent
+from m1serve.chat.tokenizer import CALLS, THINK, THINK_END
 
-_CALL_HEAD = re.compile(
-    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.S
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningText:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ContentText:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStarted:
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    index: int
-    text: str
-
-
-ReplyEvent = ReasoningText | ContentText | CallStarted | CallArguments
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedReply:
-    reasoning: str | None
-    """None when there was no think block."""
-    content: str
-    tool_calls: tuple[ToolCall, ...]
-    """Without ids: those are given by whoever delivers the reply."""
-    is_well_formed: bool
-    """A closed think block or none, then content and at most one closed block of calls, each an
-    object of exactly a name and an arguments object; nothing after the calls, no stray tags, and
-    something besides reasoning."""
+_WHITESPACE = " \t\n\r\f\v"
+_SPACE = re.compile(f"[{_WHITESPACE}]*")
+_LINE_BREAK = re.compile(r"\n?")
+_LINE_BREAKS = re.compile(r"\n*")
+_NOTHING = re.compile("")
 
 
 class ReplyParser:
-    """Push text as it comes, then `finish` once; each returns the events that became certain."""
+    """Push text as it comes, then `finish` once; each returns the events that became certain.
+
+    Reasoning, content and arguments are told as they come; held back are only whitespace that calls
+    may follow, what may be the beginning of a tag, and a call until its name is known. Time is
+    linear in the text, however it is cut.
+    """
 
     def __init__(self, *, parse_calls: bool = True) -> None:
         self._parse_calls = parse_calls
         self._step: Callable[[], bool] = self._at_start
-        self._buffer = ""
-        self._skip = ""
-        self._events: list[ReplyEvent] = []
-        self._scanner = JsonScanner()
-        self._scanned = 0
-        self._tail = ""
+        self._draft = ReplyDraft()
+        self._block = CallBlock(self._draft)
         self._num_blocks = 0
-        self._is_well_formed = True
-        self._reasoning: list[str] | None = None
-        self._content: list[str] = []
-        self._calls: list[tuple[str, list[str]]] = []
+        self._text = ""
+        self._at = 0
+        self._spaces: list[str] = []
+        self._skip = _NOTHING
 
     def push(self, text: str) -> list[ReplyEvent]:
-        self._buffer += text
+        self._text, self._at = self._text[self._at :] + text, 0
         while self._step():
             pass
-        events, self._events = self._events, []
-        return events
+        return self._draft.take_events()
 
     def finish(self) -> list[ReplyEvent]:
         """The text is over: what was held back goes where it belongs."""
-        rest, self._buffer = self._buffer, ""
+        rest, self._text, self._at = self._text[self._at :], "", 0
         if self._step == self._in_think:
-            self._is_well_formed = False
-            self._reason(rest)
-        elif self._step in (self._at_start, self._in_content):
-            self._say(rest)
+            self._draft.is_well_formed = False
+            self._draft.reason(rest)
+        elif self._step == self._in_block:
+            self._block.finish(rest)
         else:
-            self._is_well_formed = False
-            if self._step == self._in_object:
-                self._say(rest)
-        events, self._events = self._events, []
-        return events
+            self._say("".join((*self._spaces, rest)))
+            self._spaces = []
+        return self._draft.take_events()
+
+    @property
+    def has_broken_call(self) -> bool:
+        """See `ParsedReply`; cheap."""
+        return self._draft.has_broken_call
 
     def parsed(self) -> ParsedReply:
         """Of everything so far; final after `finish`."""
-        content = "".join(self._content)
-        calls = tuple(
-            ToolCall(name=name, arguments="".join(pieces)) for name, pieces in self._calls
-        )
-        has_stray_tag = any(tag in content for tag in (THINK, THINK_END, CALLS, CALLS_END))
-        says_something = bool(calls) or bool(content.strip())
-        return ParsedReply(
-            reasoning=None if self._reasoning is None else "".join(self._reasoning),
-            content=content,
-            tool_calls=calls,
-            is_well_formed=self._is_well_formed and not has_stray_tag and says_something,
-        )
+        return self._draft.parsed()
 
-    # Each step consumes what it can of the buffer and says whether the next step may go on.
+    # Each step consumes what it can of the text and says whether the next step may go on.
 
     def _at_start(self) -> bool:
-        text = self._buffer.lstrip()
-        if text.startswith(THINK):
-            self._buffer, self._skip = text[len(THINK) :], "\n"
-            self._reasoning = []
+        if spaces := self._take(_SPACE):
+            self._spaces.append(spaces)
+        if self._text.startswith(THINK, self._at):
+            self._at += len(THINK)
+            self._spaces, self._skip = [], _LINE_BREAK
+            self._draft.begin_reasoning()
             self._step = self._in_think
             return True
-        if THINK.startswith(text):
+        if THINK.startswith(self._text[self._at : self._at + len(THINK)]):
             return False
         self._step = self._in_content
         return True
 
+    def _take(self, pattern: re.Pattern[str]) -> str:
+        found = pattern.match(self._text, self._at)
+        taken = found[0] if found else ""
+        self._at += len(taken)
+        return taken
+
+    def _has_skipped(self) -> bool:
+        """Over what follows a tag and belongs to nobody; not until something else is there."""
+        if self._take(self._skip) and self._skip is _LINE_BREAK:
+            self._skip = _NOTHING
+        if self._at == len(self._text):
+            return False
+        self._skip = _NOTHING
+        return True
+
     def _in_think(self) -> bool:
-        if self._skip:
-            if not self._buffer:
-                return False
-            self._buffer, self._skip = self._buffer.removeprefix(self._skip), ""
-        end = self._buffer.find(THINK_END)
+        if not self._has_skipped():
+            return False
+        end = self._text.find(THINK_END, self._at)
         if end >= 0:
-            self._reason(self._buffer[:end].removesuffix("\n"))
-            self._buffer, self._skip = self._buffer[end + len(THINK_END) :], "\n"
+            self._draft.reason(self._text[self._at : end].removesuffix("\n"))
+            self._at, self._skip = end + len(THINK_END), _LINE_BREAKS
             self._step = self._in_content
             return True
-        safe = len(self._buffer) - _partial(self._buffer, THINK_END)
-        if self._buffer.endswith("\n", 0, safe):
+        safe = len(self._text) - partial_tag(self._text, self._at, THINK_END)
+        if self._text.endswith("\n", self._at, safe):
             safe -= 1
-        self._reason(self._buffer[:safe])
-        self._buffer = self._buffer[safe:]
+        self._draft.reason(self._text[self._at : safe])
+        self._at = safe
         return False
 
     def _in_content(self) -> bool:
-        if self._skip:
-            self._buffer = self._buffer.lstrip(self._skip)
-            if not self._buffer:
-                return False
-            self._skip = ""
-        start = self._buffer.find(CALLS) if self._parse_calls else -1
-        if start >= 0:
-            self._say(self._buffer[:start].rstrip())
-            self._buffer = self._buffer[start + len(CALLS) :]
-            self._num_blocks += 1
-            self._is_well_formed &= self._num_blocks == 1
-            self._step = self._in_block
-            return True
-        safe = len(self._buffer)
-        if self._parse_calls:
-            safe = len(self._buffer[: safe - _partial(self._buffer, CALLS)].rstrip())
-        self._say(self._buffer[:safe])
-        self._buffer = self._buffer[safe:]
-        return False
+        if not self._has_skipped():
+            return False
+        if not self._parse_calls:
+            self._say("".join((*self._spaces, self._text[self._at :])))
+            self._at, self._spaces = len(self._text), []
+            return False
+        start = self._text.find(CALLS, self._at)
+        if start < 0:
+            part = partial_tag(self._text, self._at, CALLS)
+            self._say_unless_calls_follow(len(self._text) - part)
+            return False
+        self._say_unless_calls_follow(start)
+        self._at, self._spaces = start + len(CALLS), []
+        self._begin_block()
+        return True
+
+    def _say_unless_calls_follow(self, end: int) -> None:
+        """Whitespace at the end waits: before calls it belongs to nobody."""
+        part = self._text[self._at : end]
+        self._at = end
+        shown = part.rstrip(_WHITESPACE)
+        if shown:
+            self._say("".join((*self._spaces, shown)))
+            self._spaces = []
+        if len(shown) < len(part):
+            self._spaces.append(part[len(shown) :])
+
+    def _begin_block(self) -> None:
+        self._block = CallBlock(self._draft)
+        self._num_blocks += 1
+        self._draft.is_well_formed &= self._num_blocks == 1
+        self._step = self._in_block
 
     def _in_block(self) -> bool:
-        self._buffer = self._buffer.lstrip()
-        if self._buffer.startswith(CALLS_END):
-            self._buffer, self._skip = self._buffer[len(CALLS_END) :], " \t\r\n"
-            self._step = self._in_content
-            return True
-        if CALLS_END.startswith(self._buffer):
+        self._at = self._block.feed(self._text, self._at)
+        if not self._block.is_closed:
             return False
-        if self._buffer[0] == "{":
-            self._scanner, self._scanned = JsonScanner(), 0
-            self._step = self._in_object
-        else:
-            self._is_well_formed = False
-            self._step = self._in_junk
+        self._skip = _SPACE
+        self._step = self._in_content
         return True
-
-    def _in_object(self) -> bool:
-        """Held back until the name is known, or to its end if members come in another order."""
-        head = _CALL_HEAD.match(self._buffer)
-        name = _json_string(head[1]) if head else None
-        if head and name is not None:
-            self._start_call(name)
-            self._buffer = self._buffer[head.end() :]
-            self._scanner = JsonScanner()
-            self._step = self._in_arguments
-            return True
-        end, why = self._scanner.feed(self._buffer, self._scanned)
-        self._scanned = end
-        if why is ScanEnd.OPEN:
-            return False
-        text, self._buffer = self._buffer[:end], self._buffer[end:]
-        self._take_object(text)
-        self._step = self._in_block if why is ScanEnd.CLOSED else self._at_cut
-        return True
-
-    def _in_arguments(self) -> bool:
-        end, why = self._scanner.feed(self._buffer)
-        self._argue(self._buffer[:end])
-        self._buffer = self._buffer[end:]
-        if why is ScanEnd.OPEN:
-            return False
-        if why is ScanEnd.CLOSED:
-            self._scanner, self._tail = JsonScanner(depth=1), ""
-            self._step = self._after_arguments
-        else:
-            self._step = self._at_cut
-        return True
-
-    def _after_arguments(self) -> bool:
-        """The rest of the call's object; members beside name and arguments are ignored."""
-        end, why = self._scanner.feed(self._buffer)
-        self._tail += self._buffer[:end]
-        self._buffer = self._buffer[end:]
-        if why is ScanEnd.OPEN:
-            return False
-        arguments = "".join(self._calls[-1][1])
-        self._is_well_formed &= self._tail.strip() == "}" and _is_json_object(arguments)
-        self._step = self._in_block if why is ScanEnd.CLOSED else self._at_cut
-        return True
-
-    def _at_cut(self) -> bool:
-        """At a `<` that ended an unfinished object: the closing tag, or junk."""
-        self._is_well_formed = False
-        self._step = self._in_block
-        return True
-
-    def _in_junk(self) -> bool:
-        """A line in the block that is no object is shown as content."""
-        ends = [self._buffer.find(mark) for mark in ("\n", CALLS_END)]
-        end = min((place for place in ends if place >= 0), default=-1)
-        if end >= 0:
-            is_line = self._buffer[end] == "\n"
-            self._say(self._buffer[: end + is_line])
-            self._buffer = self._buffer[end + is_line :]
-            self._step = self._in_block
-            return True
-        safe = len(self._buffer) - _partial(self._buffer, CALLS_END)
-        self._say(self._buffer[:safe])
-        self._buffer = self._buffer[safe:]
-        return False
-
-    def _take_object(self, text: str) -> None:
-        members = raw_members(text)
-        value_of = dict(members or ())
-        name = _json_string(value_of.get("name", ""))
-        arguments = value_of.get("arguments", "")
-        if members is None or name is None or not arguments.startswith("{"):
-            self._is_well_formed = False
-            self._say(text)
-            return
-        self._is_well_formed &= len(members) == 2
-        self._start_call(name)
-        self._argue(arguments)
-
-    def _start_call(self, name: str) -> None:
-        self._events.append(CallStarted(len(self._calls), name))
-        self._calls.append((name, []))
-
-    def _argue(self, text: str) -> None:
-        if text:
-            self._calls[-1][1].append(text)
-            self._events.append(CallArguments(len(self._calls) - 1, text))
-
-    def _reason(self, text: str) -> None:
-        if text and self._reasoning is not None:
-            self._reasoning.append(text)
-            self._events.append(ReasoningText(text))
 
     def _say(self, text: str) -> None:
         if text:
-            self._is_well_formed &= self._num_blocks == 0
-            self._content.append(text)
-            self._events.append(ContentText(text))
-
-
-def _partial(text: str, tag: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `tag`."""
-    sizes = range(min(len(tag) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if text.endswith(tag[:size])), 0)
-
-
-def _json_string(text: str) -> str | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, str) else None
-
-
-def _is_json_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+            self._draft.is_well_formed &= self._num_blocks == 0
+            self._draft.say(text)

@@ -171,6 +171,87 @@ CASES = {
         (call("f", '{"x": }'),),
         False,
     ),
+    "cut behind the arguments": (
+        '<tool_calls>\n{"name": "f", "arguments": {"x": 1}',
+        None,
+        "",
+        (call("f", '{"x": 1}'),),
+        False,
+    ),
+    "cut before the name is known": (
+        '<tool_calls>\n{"name": "loo',
+        None,
+        '{"name": "loo',
+        (),
+        False,
+    ),
+    "cut inside the closing tag": (
+        '<tool_calls>\n{"name": "f", "arguments": {}}\n</tool_ca',
+        None,
+        "",
+        (call("f", "{}"),),
+        False,
+    ),
+    "a number that JSON does not have": (
+        calls('{"name": "f", "arguments": {"x": NaN}}\n'),
+        None,
+        "",
+        (call("f", '{"x": NaN}'),),
+        False,
+    ),
+    "a line break inside a string": (
+        calls('{"name": "f", "arguments": {"x": "a\nb"}}\n'),
+        None,
+        "",
+        (call("f", '{"x": "a\nb"}'),),
+        False,
+    ),
+    "brackets that do not match": (
+        calls('{"name": "f", "arguments": {"x": 1]}\n'),
+        None,
+        "",
+        (call("f", '{"x": 1]'),),
+        False,
+    ),
+    "a name that is no text": (
+        calls('{"name": "\\ud800", "arguments": {}}\n'),
+        None,
+        '{"name": "\\ud800", "arguments": {}}',
+        (),
+        False,
+    ),
+    "an escaped name": (
+        calls('{"name": "\\u0066\\ud83d\\ude00", "arguments": {}}\n'),
+        None,
+        "",
+        (call("f😀", "{}"),),
+        True,
+    ),
+    "calls on one line": (
+        '<tool_calls>{"name": "f", "arguments": {}}{"name":"g","arguments":{"a":1}}</tool_calls>',
+        None,
+        "",
+        (call("f", "{}"), call("g", '{"a":1}')),
+        True,
+    ),
+    "two blocks": (
+        calls(call_line("f", {})) + "\n" + calls(call_line("g", {})),
+        None,
+        "",
+        (call("f", "{}"), call("g", "{}")),
+        False,
+    ),
+    "think inside think": (
+        "<think>\na<think>b</think>c",
+        "a<think>b",
+        "c",
+        (),
+        True,
+    ),
+    "whitespace first": (" \n Hi", None, " \n Hi", (), True),
+    "whitespace before the think block": (" \n<think>\na\n</think>\n  x", "a", "  x", (), True),
+    "line breaks are kept inside": ("<think>\n\na\n\n</think>\n\nx", "\na\n", "x", (), True),
+    "nothing but whitespace": (" \n ", None, " \n ", (), False),
     "think without an end": ("<think>\nabc", "abc", "", (), False),
     "empty think": ("<think>\n</think>\nx", "", "x", (), True),
     "nothing but thinking": ("<think>\na\n</think>\n", "a", "", (), False),
@@ -194,11 +275,26 @@ CASES = {
 }
 
 
+BROKEN = {
+    "cut inside the arguments",
+    "cut behind the arguments",
+    "an object that ends in the closing tag",
+    "broken JSON inside the arguments",
+    "a number that JSON does not have",
+    "a line break inside a string",
+    "brackets that do not match",
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_reply_is_split(name: str) -> None:
     text, reasoning, content, tool_calls, is_well_formed = CASES[name]
     assert parse_reply(text) == ParsedReply(
-        reasoning=reasoning, content=content, tool_calls=tool_calls, is_well_formed=is_well_formed
+        reasoning=reasoning,
+        content=content,
+        tool_calls=tool_calls,
+        has_broken_call=name in BROKEN,
+        is_well_formed=is_well_formed,
     )
 
 
