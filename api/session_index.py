@@ -172,16 +172,16 @@ class SessionIndex:
         places = [i for i, m in enumerate(question.messages) if m.role == "assistant"]
         for place in reversed(places):
             known = self._by_chain.get(keys[place], ())
-            found = [answer for answer in known if may_go_on(asker, answer)]
             asked = self._by_prompt.get(keys[place - 1], ()) if place else ()
-            if not found and not asked:
+            if not known and not asked:
                 continue
             replayed = traits_of(question.messages[place])
-            # clients drop calls and trim text: an answer to the same prompt, in another form
-            found = found or [
+            # clients drop calls and trim text: then one answer comes back looking like another
+            found = [
                 answer
-                for answer in asked
-                if may_go_on(asker, answer) and is_changed_form(answer.traits, replayed)
+                for answer in dict.fromkeys((*asked, *known))
+                if may_go_on(asker, answer)
+                and (answer.chain_key == keys[place] or is_changed_form(answer.traits, replayed))
             ]
             if found:
                 is_last = place == places[-1]

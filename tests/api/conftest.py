@@ -43,6 +43,8 @@ class FakeEngine:
     def __init__(self, tok: ChatTokenizer, *replies: str) -> None:
         self.tok = tok
         self.replies = list(replies or ["Hello."])
+        self.say: Callable[[GenerateRequest], str] | None = None
+        """Makes up a reply, in place of `replies`."""
         self.step = 3
         self.delay_s = 0.0
         self.before_start_s = 0.0
@@ -88,7 +90,10 @@ class FakeEngine:
             self.running.discard(request.id)
 
     async def _choice(self, request: GenerateRequest, choice: int) -> AsyncIterator[Delta]:
-        text = self.replies[0] if len(self.replies) == 1 else self.replies.pop(0)
+        if self.say is not None:
+            text = self.say(request)
+        else:
+            text = self.replies[0] if len(self.replies) == 1 else self.replies.pop(0)
         ids = self.tok.encode_control(text + EOS)
         stop = StopCause.EOS
         if len(ids) > request.limits.max_tokens:
