@@ -7,6 +7,7 @@ import hashlib
 from fastapi import FastAPI
 
 from m1serve import __version__
+from m1serve.api.defaults import answer_defaults
 from m1serve.api.errors import add_error_handlers
 from m1serve.api.request_log import RequestLog
 from m1serve.api.route_chat import chat_router
@@ -43,6 +44,7 @@ def create_app(
         history=HistoryIndex(tokenizer),
         sessions=SessionIndex(idle_s=settings.serve.session_idle_s),
         metrics=metrics or Metrics(),
+        defaults=answer_defaults(settings.model),
         numerics_digest=hashlib.sha256(numerics.encode()).hexdigest(),
     )
     app = FastAPI(title="m1serve", version=__version__)

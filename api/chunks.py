@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from m1serve.api.choice import ChoiceStream
 from m1serve.api.exchange import Exchange
@@ -30,6 +31,7 @@ class ChunkWriter:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._body = exchange.prepared.body
+        self._reasoning_fields = exchange.prepared.defaults.reasoning_fields
         self._num_sent = [0] * len(exchange.choices)
         self._base: dict[str, object] = {
             "id": f"chatcmpl-{exchange.prepared.request_id}",
@@ -52,7 +54,8 @@ class ChunkWriter:
     def step(self, choice: ChoiceStream, events: list[ReplyEvent]) -> bytes:
         chunks: list[bytes] = []
         for event in events:
-            chunks.append(self._chunk([self._choice(choice, _delta(event, choice))], {}))
+            delta = _delta(event, choice, self._reasoning_fields)
+            chunks.append(self._chunk([self._choice(choice, delta)], {}))
         if choice.stop is not None:
             last = self._choice(choice, {}) | {"finish_reason": choice.finish_reason}
             chunks.append(self._chunk([last], {}))
@@ -92,10 +95,12 @@ class ChunkWriter:
         return sse(value | more)
 
 
-def _delta(event: ReplyEvent, choice: ChoiceStream) -> dict[str, object]:
+def _delta(
+    event: ReplyEvent, choice: ChoiceStream, reasoning_fields: Sequence[str]
+) -> dict[str, object]:
     match event:
         case ReasoningText(text):
-            return {"reasoning_content": text}
+            return dict.fromkeys(reasoning_fields, text)
         case ContentText(text):
             return {"content": text}
         case CallStarted(index, name):

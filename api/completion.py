@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from m1serve.api.choice import ChoiceStream
 from m1serve.api.exchange import Exchange
@@ -31,7 +32,7 @@ def _choice(exchange: Exchange, choice: ChoiceStream) -> dict[str, object]:
     body = exchange.prepared.body
     value: dict[str, object] = {
         "index": choice.index,
-        "message": _message(choice),
+        "message": _message(choice, exchange.prepared.defaults.reasoning_fields),
         "finish_reason": choice.finish_reason,
         "logprobs": None,
     }
@@ -43,13 +44,13 @@ def _choice(exchange: Exchange, choice: ChoiceStream) -> dict[str, object]:
     return value
 
 
-def _message(choice: ChoiceStream) -> dict[str, object]:
+def _message(choice: ChoiceStream, reasoning_fields: Sequence[str]) -> dict[str, object]:
     message = choice.message
     # OpenAI's content is null only beside tool calls
     content = message.content if message.content or not message.tool_calls else None
     value: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
     if message.reasoning is not None:
-        value["reasoning_content"] = message.reasoning
+        value |= dict.fromkeys(reasoning_fields, message.reasoning)
     if message.tool_calls:
         value["tool_calls"] = [
             {

@@ -124,7 +124,7 @@ class Exchange:
 
     @property
     def num_shown_logprobs(self) -> int:
-        if not self.prepared.body.logprobs:
+        if not self.prepared.body.shows_logprobs:
             return 0
         num_tokens = sum(len(choice.token_ids) for choice in self.choices)
         return num_tokens * (1 + self.prepared.generate.top_logprobs)
@@ -180,6 +180,8 @@ class Exchange:
     def _remember(self, choice: ChoiceStream) -> None:
         """Before the last byte is sent: the client's next request may be here at once."""
         prepared, message = self.prepared, choice.message
+        if not prepared.messages:
+            return
         self.serving.sessions.answered(prepared.placement, message, prepared.chain)
         if prepared.history_rule is HistoryRule.EXACT:
             self.serving.history.remember(

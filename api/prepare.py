@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from m1serve.api.conversation import to_messages, to_tools
+from m1serve.api.defaults import AnswerDefaults
 from m1serve.api.identity import Caller, Labels, labels
 from m1serve.api.lookalikes import Asker, Placement
 from m1serve.api.sampling import (
@@ -18,13 +19,13 @@ from m1serve.api.sampling import (
     to_stop_strings,
     to_top_logprobs,
 )
-from m1serve.api.schema import ChatRequest, parse_body
+from m1serve.api.schema import ChatRequest, CompletionRequest, GenerationFields, parse_body
 from m1serve.api.serving import Serving
 from m1serve.api.session_index import Question
 from m1serve.chat.chain import Chain, chain_of
 from m1serve.chat.history import HistoryMatch
 from m1serve.chat.messages import ChatMessage
-from m1serve.chat.template import encode_prompt
+from m1serve.chat.template import RenderedPrompt, encode_prompt
 from m1serve.types import GenerateRequest, HistoryRule
 
 STREAM_DELTA_INTERVAL_S = 0.02
@@ -32,7 +33,7 @@ STREAM_DELTA_INTERVAL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """One validated request."""
+    """One validated prompt of a request."""
 
     request_id: str
     created_at: float
@@ -43,8 +44,10 @@ class Prepared:
     chain: Chain = field(repr=False)
     retry_count: int
     request_hash: str
-    body: ChatRequest = field(repr=False)
+    body: ChatRequest | CompletionRequest = field(repr=False)
+    defaults: AnswerDefaults = field(repr=False)
     messages: tuple[ChatMessage, ...] = field(repr=False)
+    """Empty for raw text: then no message is parsed from the answer and none is remembered."""
     tools: tuple[dict[str, object], ...] = field(repr=False)
     history_rule: HistoryRule
     system_end: int
@@ -75,20 +78,20 @@ def prepare(
 ) -> Prepared:
     """Raises RequestError for anything the client has to change."""
     request = parse_body(ChatRequest, body)
-    serving.check_name(request.model)
+    defaults = serving.defaults_of(request.model)
     refuse_unsupported(request, serving.settings.serve.max_n)
     asked = labels(headers, request.metadata or {}, is_stored=request.store is not False)
     messages, tools = to_messages(request), to_tools(request)
     chain = chain_of(caller.tenant_id, request.model, messages, tools)
     question = Question(
-        asker=_asker(request, caller, asked),
+        asker=asker_of(request, caller, asked),
         session_id=asked.session_id,
-        retry_count=_retry_count(headers),
+        retry_count=retry_count_of(headers),
         messages=messages,
         chain=chain,
     )
     placement = serving.sessions.find(question)
-    match = _prompt(serving, request.model, question, placement.session_id, tools)
+    match = _prompt(serving, request, question, placement.session_id, tools)
     return Prepared(
         request_id=request_id,
         created_at=created_at,
@@ -99,25 +102,28 @@ def prepare(
         retry_count=question.retry_count,
         request_hash=placement.asker.request_hash,
         body=request,
+        defaults=defaults,
         messages=messages,
         tools=tools,
-        history_rule=HistoryRule(serving.settings.model.history),
+        history_rule=defaults.history,
         system_end=match.prompt.system_end,
-        generate=_generate_request(serving, request, caller, request_id, match),
+        generate=engine_request(
+            serving, request, match.prompt, caller=caller, request_id=request_id
+        ),
     )
 
 
 def _prompt(
     serving: Serving,
-    alias: str,
+    request: ChatRequest,
     question: Question,
     session_id: str,
     tools: tuple[dict[str, object], ...],
 ) -> HistoryMatch:
-    if HistoryRule(serving.settings.model.history) is HistoryRule.EXACT:
+    if serving.defaults_of(request.model).history is HistoryRule.EXACT:
         return serving.history.match(
             question.asker.tenant_id,
-            alias,
+            request.model,
             question.messages,
             tools,
             session_id=session_id,
@@ -127,20 +133,27 @@ def _prompt(
     return HistoryMatch(prompt=prompt, parent_session_id=None, num_exact_ids=0)
 
 
-def _generate_request(
-    serving: Serving, request: ChatRequest, caller: Caller, request_id: str, match: HistoryMatch
+def engine_request(
+    serving: Serving,
+    request: GenerationFields,
+    prompt: RenderedPrompt,
+    *,
+    caller: Caller,
+    request_id: str,
 ) -> GenerateRequest:
-    capabilities, model = serving.engine.capabilities, serving.settings.model
-    ids, system_end = match.prompt.ids, match.prompt.system_end
+    """Raises RequestError for what the model has no room for or the engine cannot do."""
+    capabilities, defaults = serving.engine.capabilities, serving.defaults_of(request.model)
+    ids, system_end = prompt.ids, prompt.system_end
     room = capabilities.max_model_len
     return GenerateRequest(
         # a proxy or client may name two requests alike; the engine and the ledger must not
         id=f"{request_id}-{uuid.uuid4().hex[:8]}",
         prompt_ids=ids,
-        sampling=to_sampling(request, model, capabilities.vocab_size),
-        limits=to_limits(request, model, room=room, num_prompt=len(ids)),
+        sampling=to_sampling(request, defaults, capabilities.vocab_size),
+        limits=to_limits(request, defaults, room=room, num_prompt=len(ids)),
         n=request.n or 1,
         top_logprobs=to_top_logprobs(request, capabilities),
+        prompt_logprobs=request.scores_prompt,
         stop_strings=to_stop_strings(request),
         cache_salt=caller.cache_salt,
         snapshot_at=(system_end,) if 0 < system_end < len(ids) else (),
@@ -148,7 +161,7 @@ def _generate_request(
     )
 
 
-def _asker(request: ChatRequest, caller: Caller, asked: Labels) -> Asker:
+def asker_of(request: GenerationFields, caller: Caller, asked: Labels) -> Asker:
     hints = {"user": request.user, "task": asked.task_id, "group": asked.group_key}
     return Asker(
         tenant_id=caller.tenant_id,
@@ -158,13 +171,13 @@ def _asker(request: ChatRequest, caller: Caller, asked: Labels) -> Asker:
     )
 
 
-def _request_hash(request: ChatRequest) -> str:
+def _request_hash(request: GenerationFields) -> str:
     transport = {"stream", "stream_options", "metadata", "store", "user"}
     return hashlib.sha256(
         request.model_dump_json(exclude=transport, exclude_none=True).encode()
     ).hexdigest()
 
 
-def _retry_count(headers: Mapping[str, str]) -> int:
+def retry_count_of(headers: Mapping[str, str]) -> int:
     text = headers.get("x-stainless-retry-count", "0")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0

@@ -30,11 +30,22 @@ def models_router(serving: Serving) -> APIRouter:
     router = APIRouter()
 
     def card(name: str) -> dict[str, object]:
+        defaults, root = serving.defaults_of(name), serving.settings.model.model_id
         return {
             "id": name,
             "object": "model",
             "created": int(serving.started_at),
             "owned_by": "m1serve",
+            "root": root,
+            "parent": None if name == root else root,
+            "defaults": {
+                "history": defaults.history,
+                "temperature": defaults.temperature,
+                "top_p": defaults.top_p,
+                "max_tokens": defaults.max_tokens,
+                "max_tokens_applies_to": "answer" if defaults.bounds_answer_only else "all",
+                "reasoning_budget": defaults.reasoning_budget,
+            },
             "max_model_len": serving.engine.capabilities.max_model_len,
             "weights_version": serving.engine.weights_version,
         }
@@ -48,7 +59,7 @@ def models_router(serving: Serving) -> APIRouter:
     @router.get("/v1/models/{name:path}")
     async def get_model(request: Request, name: str) -> Response:
         authenticate(request.headers.get("authorization"), serving.settings.serve.api_keys)
-        return JSONResponse(card(serving.check_name(name)))
+        return JSONResponse(card(name))
 
     @router.get("/health")
     async def health() -> Response:

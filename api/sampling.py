@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from m1serve.api.schema import ChatRequest
-from m1serve.config import ModelSettings
+from m1serve.api.defaults import AnswerDefaults
+from m1serve.api.schema import ChatRequest, GenerationFields
 from m1serve.errors import RequestError
 from m1serve.types import Capabilities, Limits, Sampling
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 256
 MAX_BIAS_TOKENS = 1024
+MIN_TEMPERATURE = 1e-3
+"""Below it logits would leave what fp32 holds, and the draw is greedy anyway."""
 
 
-def to_sampling(request: ChatRequest, model: ModelSettings, vocab_size: int) -> Sampling:
+def to_sampling(request: GenerationFields, defaults: AnswerDefaults, vocab_size: int) -> Sampling:
     def given(value: float | None, default: float) -> float:
         return default if value is None else float(value)
 
+    temperature = given(request.temperature, defaults.temperature)
     return Sampling(
-        temperature=given(request.temperature, model.temperature),
-        top_p=given(request.top_p, model.top_p),
-        top_k=max(0, request.top_k or 0),
+        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+        top_p=given(request.top_p, defaults.top_p),
+        top_k=min(max(0, request.top_k or 0), vocab_size),
         min_p=given(request.min_p, 0.0),
         presence_penalty=given(request.presence_penalty, 0.0),
         frequency_penalty=given(request.frequency_penalty, 0.0),
@@ -30,7 +33,7 @@ def to_sampling(request: ChatRequest, model: ModelSettings, vocab_size: int) -> 
     )
 
 
-def to_stop_strings(request: ChatRequest) -> tuple[str, ...]:
+def to_stop_strings(request: GenerationFields) -> tuple[str, ...]:
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     is_fine = len(stop) <= MAX_STOP_STRINGS and all(0 < len(s) <= MAX_STOP_CHARS for s in stop)
     if not is_fine:
@@ -42,9 +45,9 @@ def to_stop_strings(request: ChatRequest) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def to_top_logprobs(request: ChatRequest, capabilities: Capabilities) -> int:
-    wanted = request.top_logprobs or 0
-    if wanted and not request.logprobs:
+def to_top_logprobs(request: GenerationFields, capabilities: Capabilities) -> int:
+    wanted = request.num_top_logprobs
+    if wanted and not request.shows_logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     if wanted > capabilities.max_top_logprobs:
         raise RequestError(
@@ -54,24 +57,40 @@ def to_top_logprobs(request: ChatRequest, capabilities: Capabilities) -> int:
     return wanted
 
 
-def to_limits(request: ChatRequest, model: ModelSettings, *, room: int, num_prompt: int) -> Limits:
-    """`room` is the model's context length; a named maximum must fit beside the prompt."""
-    named = request.max_completion_tokens or request.max_tokens
-    if num_prompt + (named or 1) > room:
-        asked = f"{num_prompt} in the messages, {named or 'at least 1'} in the completion"
+def to_limits(
+    request: GenerationFields, defaults: AnswerDefaults, *, room: int, num_prompt: int
+) -> Limits:
+    """`room` is the model's context length; a maximum that does not fit beside the prompt is cut.
+
+    The think block is part of max_tokens unless the name asked for bounds the answer only.
+    """
+    named = request.named_max_tokens
+    left = room - num_prompt
+    if left < (0 if named == 0 else 1):
         raise RequestError(
-            f"This model's maximum context length is {room} tokens. However, you requested "
-            f"{num_prompt + (named or 1)} tokens ({asked}). Reduce the messages or the completion.",
-            param="messages" if num_prompt >= room else "max_tokens",
+            f"This model's maximum context length is {room} tokens. However, your prompt has "
+            f"{num_prompt} tokens and leaves no room for an answer. Shorten the prompt.",
+            param=request.prompt_field,
             code="context_length_exceeded",
         )
-    return Limits(max_tokens=named or min(model.max_tokens, room - num_prompt))
+    most = defaults.max_tokens if named is None else named
+    if most is None or most > left:
+        # the engine stops at the end of the context by itself
+        most = None
+    budget = defaults.reasoning_budget
+    if defaults.bounds_answer_only and most:
+        return Limits(max_tokens=left, answer_tokens=most, reasoning_budget=budget)
+    return Limits(max_tokens=left if most is None else most, reasoning_budget=budget)
+
+
+def refuse_large_n(n: int, max_n: int) -> None:
+    if n > max_n:
+        raise RequestError(f"n is {n}; this server gives at most {max_n}", param="n")
 
 
 def refuse_unsupported(request: ChatRequest, max_n: int) -> None:
     """OpenAI features that would change the answer and that this server does not have."""
-    if (request.n or 1) > max_n:
-        raise RequestError(f"n is {request.n}; this server gives at most {max_n}", param="n")
+    refuse_large_n(request.n or 1, max_n)
     if request.response_format is not None and request.response_format.type != "text":
         raise RequestError(
             f"response_format {request.response_format.type!r} is not supported; only 'text' is",

@@ -1,4 +1,4 @@
-"""What clients may send. Types are strict; OpenAI fields that we do not use are ignored."""
+"""What clients may send. Types are strict; fields of theirs that we do not know are ignored."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from m1serve.errors import RequestError
 
 Body = TypeVar("Body", bound=BaseModel)
-Ignored = Any
-"""A field OpenAI has that does not change what this server answers."""
 
 
 class _Strict(BaseModel):
@@ -67,27 +65,26 @@ class Tool(_Lenient):
     parameters: dict[str, Any] | None = None
 
 
-class StreamOptions(_Strict):
+class StreamOptions(_Lenient):
+    """`include_obfuscation` and whatever else it holds is ignored."""
+
     include_usage: bool | None = None
-    include_obfuscation: Ignored = None
+    continuous_usage_stats: bool | None = None
+    """Taken and not done: usage comes once, in the last chunk."""
 
 
 class ResponseFormat(_Lenient):
     type: str
 
 
-class ChatRequest(_Strict):
+class GenerationFields(_Lenient):
+    """What chat and text completions have in common. Fields that nobody here knows are ignored."""
+
     model: str
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
     stop: str | list[str] | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -95,18 +92,49 @@ class ChatRequest(_Strict):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     logit_bias: dict[str, float] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     store: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    """An end user's name; nothing is done with it."""
 
     # beyond OpenAI
     top_k: int | None = Field(default=None, ge=-1)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=0.1, le=2)
     stop_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
+
+    @property
+    def named_max_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def prompt_field(self) -> str:
+        """What a too long prompt is blamed on."""
+        return "prompt"
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return False
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        return False
+
+
+class ChatRequest(GenerationFields):
+    messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
     # OpenAI's, refused unless they say what we do anyway
     functions: list[Any] | None = None
@@ -115,16 +143,46 @@ class ChatRequest(_Strict):
     audio: Any = None
     web_search_options: Any = None
 
-    # OpenAI's, ignored
-    moderation: Ignored = None
-    prediction: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_options: Ignored = None
-    prompt_cache_retention: Ignored = None
-    reasoning_effort: Ignored = None
-    safety_identifier: Ignored = None
-    service_tier: Ignored = None
-    verbosity: Ignored = None
+    @property
+    def named_max_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.top_logprobs or 0
+
+
+class CompletionRequest(GenerationFields):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(default=None, ge=0)
+    """0 says nothing; with `echo` and `logprobs` it scores the prompt."""
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=5)
+
+    # OpenAI's, refused unless they say what we do anyway
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """0 shows the tokens' own."""
+        return self.logprobs is not None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.logprobs or 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        return bool(self.echo) and self.shows_logprobs
 
 
 class FeedbackRequest(_Strict):

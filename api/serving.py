@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import anyio
 
+from m1serve.api.defaults import AnswerDefaults
 from m1serve.api.session_index import SessionIndex
 from m1serve.chat.history import HistoryIndex
 from m1serve.chat.template import template_digest
@@ -63,6 +64,8 @@ class Serving:
     history: HistoryIndex
     sessions: SessionIndex
     metrics: Metrics
+    defaults: Mapping[str, AnswerDefaults]
+    """By name that `model` may carry, the model's own first."""
     numerics_digest: str
     template_digest: str = field(default_factory=template_digest)
     started_at: float = field(default_factory=time.time)
@@ -72,7 +75,7 @@ class Serving:
     @property
     def names(self) -> tuple[str, ...]:
         """What `model` may say."""
-        return (self.settings.model.model_id, *self.settings.model.aliases)
+        return tuple(self.defaults)
 
     def require_capture(self) -> None:
         """Nothing that has to be recorded is served when it cannot be: StoreError, a 503."""
@@ -95,12 +98,14 @@ class Serving:
             self.require_capture()
             logger.error("the journal's disk does not answer; a crash now would lose turns")
 
-    def check_name(self, name: str) -> str:
-        if name not in self.names:
+    def defaults_of(self, name: str) -> AnswerDefaults:
+        """Raises RequestError, a 404, for a name that is not served."""
+        found = self.defaults.get(name)
+        if found is None:
             raise RequestError(
                 f"model {name!r} is not served here; served are {', '.join(self.names)}",
                 param="model",
                 code="model_not_found",
                 status=404,
             )
-        return name
+        return found

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -28,19 +28,45 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class ModelSettings(_Section):
+class AnswerSettings(_Section):
+    """How a served name answers where a request does not say.
+
+    None: an alias takes the model's value; the model takes MiniMax's published setting
+    (`template`, temperature 1.0, top_p 0.95) when `model.path` is a MiniMax-M1, and otherwise the
+    value named last.
+    """
+
+    history: Literal["exact", "template"] | None = None
+    """exact: sampled ids are never rendered again. template: as published, past thinking is
+    dropped. (exact)"""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """(1.0)"""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """(1.0)"""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """(the rest of the context)"""
+    max_tokens_applies_to: Literal["all", "answer"] | None = None
+    """answer: max_tokens, whoever names it, leaves the think block uncounted. (all)"""
+    reasoning_budget: int | None = Field(default=None, ge=0)
+    """Tokens of the think block after which it is closed. (no budget)"""
+    reasoning_field: Literal["reasoning_content", "both"] | None = None
+    """both: `reasoning` as well. (reasoning_content)"""
+
+
+class ModelSettings(AnswerSettings):
     path: Path | None = None
     """Directory with config.json, safetensors and tokenizer.json; None means the shipped nano."""
     model_id: str = "nano"
     """Name clients use, and the first half of every weights_version."""
-    aliases: tuple[str, ...] = ()
-    """Other names that `model` may carry in a request."""
-    history: Literal["exact", "template"] = "exact"
-    temperature: float = Field(default=1.0, ge=0)
-    """When a request names none."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    max_tokens: int = Field(default=1024, ge=1)
-    """Answer and reasoning together, when a request names none."""
+    aliases: dict[str, AnswerSettings] = Field(default_factory=dict)
+    """Other names that `model` may carry in a request, each with answers of its own; a list of
+    names means the model's."""
+
+    @field_validator("aliases", mode="before")
+    @classmethod
+    def _named_only(cls, value: object) -> object:
+        is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+        return {name: {} for name in value} if is_list else value  # type: ignore[attr-defined]
 
 
 class EngineSettings(_Section):
