@@ -7,9 +7,7 @@ of M1SERVE_TRAIN__LR.
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import os
-import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +20,7 @@ from pydantic_settings import (
 )
 
 from m1serve.errors import ConfigError
+from m1serve.exposure import require_keys
 
 
 class _Section(BaseModel):
@@ -89,18 +88,39 @@ class EngineSettings(_Section):
     """Replies of the scripted engine, JSON lines."""
 
 
+class KeySettings(_Section):
+    """One [[serve.keys]]; `m1serve keys new` makes a key and its lines."""
+
+    sha256: str
+    """Of the key."""
+    scopes: tuple[Literal["infer", "feedback", "read", "admin"], ...] = (
+        "infer",
+        "feedback",
+        "read",
+    )
+    tenant: str | None = Field(default=None, pattern=r"^[0-9A-Za-z._-]{1,64}$")
+    """Keys of one tenant see the same sessions; None means a tenant of its own."""
+
+
 class ServeSettings(_Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     admin_port: int = Field(default=8001, ge=1, le=65535)
     api_keys: tuple[str, ...] = ()
-    """sha256 hex of accepted keys; empty accepts any key (loopback only)."""
+    """sha256 hex of keys with every scope but admin. None here nor in `keys` lets anybody in
+    (loopback only)."""
+    keys: tuple[KeySettings, ...] = ()
     admin_key: str | None = None
     """sha256 hex of the admin key; None leaves the admin port open (loopback only)."""
     max_n: int = Field(default=64, ge=1)
     keep_alive_s: float = Field(default=15.0, gt=0)
     session_idle_s: float = Field(default=600.0, ge=0)
     """A session without a request for this long is closed."""
+    retention_days: float | None = Field(default=None, gt=0)
+    """Sessions are erased this long after their last turn; None keeps them."""
+    journal_max_bytes: int | None = Field(default=None, ge=2**20)
+    """Of one serving process, waiting for the database; what comes on top is served and not kept.
+    None leaves it to the disk."""
     poll_s: float = Field(default=0.2, gt=0)
     """How often a replica looks at its target version."""
     with_ray: bool = True
@@ -243,7 +263,7 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa
             for e in error.errors()
         )
         raise ConfigError(f"settings refused: {lines}") from None
-    _require_keys(settings.serve)
+    require_keys(settings.serve)
     return settings
 
 
@@ -258,26 +278,3 @@ def _unknown_setting(place: tuple[str, ...]) -> str:
     where = f"{place[0]} has" if len(place) > 1 else "there are"
     advice = f"did you mean {near[0]}?" if near else f"{where} {', '.join(names)}"
     return f"{'.'.join(place)} is no setting; {advice}"
-
-
-def _require_keys(serve: ServeSettings) -> None:
-    admin_keys = () if serve.admin_key is None else (serve.admin_key,)
-    if not all(re.fullmatch("[0-9a-fA-F]{64}", key) for key in (*serve.api_keys, *admin_keys)):
-        raise ConfigError(
-            "serve.api_keys and serve.admin_key hold sha256 hex digests, not keys; "
-            'make one with: printf %s "$KEY" | sha256sum'
-        )
-    keys = {"serve.api_keys": serve.api_keys, "serve.admin_key": admin_keys}
-    missing = [name for name, given in keys.items() if not given]
-    if missing and not _is_loopback(serve.host):
-        raise ConfigError(
-            f"serve.host {serve.host!r} is reachable from other machines and "
-            f"{' and '.join(missing)} let anybody in; set them or bind to 127.0.0.1"
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -64,6 +64,7 @@ KEY = "a" * 64
         ({"host": "0.0.0.0"}, "serve.api_keys and serve.admin_key"),
         ({"host": "::", "api_keys": [KEY]}, "serve.admin_key"),
         ({"host": "gpu-7.example", "admin_key": KEY}, "serve.api_keys"),
+        ({"host": "0.0.0.0", "keys": [{"sha256": KEY}]}, "serve.admin_key"),
     ],
 )
 def test_nobody_outside_this_machine_is_served_without_keys(
@@ -80,17 +81,30 @@ def test_nobody_outside_this_machine_is_served_without_keys(
         {"host": "127.0.0.2"},
         {"host": "::1"},
         {"host": "0.0.0.0", "api_keys": [KEY], "admin_key": KEY.upper()},
+        {"host": "0.0.0.0", "keys": [{"sha256": KEY, "scopes": ["infer", "admin"]}]},
     ],
 )
 def test_loopback_needs_no_keys_and_keys_open_the_rest(serve: dict[str, object]) -> None:
     assert load_settings(serve=serve).serve.host == serve["host"]
 
 
-@pytest.mark.parametrize("serve", [{"api_keys": ["my secret"]}, {"admin_key": "my secret"}])
+@pytest.mark.parametrize(
+    "serve",
+    [
+        {"api_keys": ["my secret"]},
+        {"admin_key": "my secret"},
+        {"keys": [{"sha256": "my secret"}]},
+    ],
+)
 def test_a_key_that_is_no_digest_is_refused_and_not_repeated(serve: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"sha256 hex.*sha256sum") as caught:
+    with pytest.raises(ConfigError, match=r"sha256 hex.*m1serve keys new") as caught:
         load_settings(serve=serve)
     assert "my secret" not in str(caught.value)
+
+
+def test_a_key_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hold a key twice"):
+        load_settings(serve={"api_keys": [KEY], "keys": [{"sha256": KEY.upper()}]})
 
 
 @pytest.mark.parametrize(
