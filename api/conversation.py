@@ -40,28 +40,36 @@ def to_tools(request: ChatRequest) -> tuple[dict[str, object], ...]:
 
 def _to_messages(message: Message, where: str) -> list[ChatMessage]:
     role = _ROLES[message.role]
-    if role == "tool" and isinstance(message.content, list) and len(message.content) > 1:
+    texts = _texts(message, where)
+    if role == "tool" and isinstance(message.content, list) and len(texts) > 1:
         names = [part.name for part in message.content]
-        if all(names):
+        if any(names):
             return [
-                ChatMessage(role=role, content=part.text or "", name=part.name)
-                for part in message.content
+                ChatMessage(
+                    role=role,
+                    content=text,
+                    tool_call_id=message.tool_call_id,
+                    name=name or message.name,
+                )
+                for text, name in zip(texts, names, strict=True)
             ]
+    calls = [*(message.tool_calls or ()), *_legacy_call(message)]
     return [
         ChatMessage(
             role=role,
-            content=_text(message, where),
+            # M1's template writes an answer's parts without anything between them
+            content=("" if role == "assistant" else "\n").join(texts),
             reasoning=message.reasoning_content or message.reasoning,
-            tool_calls=tuple(map(_to_call, message.tool_calls or ())),
+            tool_calls=tuple(map(_to_call, calls)),
             tool_call_id=message.tool_call_id,
             name=_tool_name(message) if role == "tool" else None,
         )
     ]
 
 
-def _text(message: Message, where: str) -> str:
+def _texts(message: Message, where: str) -> list[str]:
     if message.content is None or isinstance(message.content, str):
-        return message.content or ""
+        return [message.content or ""]
     texts: list[str] = []
     for place, part in enumerate(message.content):
         text = part.text if part.type == "text" else part.refusal
@@ -72,7 +80,13 @@ def _text(message: Message, where: str) -> str:
                 param=f"{where}.content[{place}]",
             )
         texts.append(text)
-    return "\n".join(texts)
+    return texts
+
+
+def _legacy_call(message: Message) -> list[MessageToolCall]:
+    """`function_call`, as clients sent it before there were tools."""
+    function = message.function_call
+    return [] if function is None else [MessageToolCall(function=function)]
 
 
 def _tool_name(message: Message) -> str | None:

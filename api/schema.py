@@ -45,6 +45,7 @@ class Message(_Lenient):
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[MessageToolCall] | None = None
+    function_call: CalledFunction | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
