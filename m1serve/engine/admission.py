@@ -59,8 +59,8 @@ def _check_features(request: GenerateRequest, can: Capabilities) -> None:
     sampling = request.sampling
     if request.grammar is not None and not can.has_grammar:
         raise RequestError(
-            "this engine does not constrain output by a grammar; leave response_format out",
-            param="response_format",
+            f"this engine does not constrain its output; leave {request.grammar.param} out",
+            param=request.grammar.param,
             code="unsupported",
         )
     if request.in_flight not in can.in_flight:

@@ -202,7 +202,9 @@ class VersionBatch:
         for sequence, token_id, logprob in zip(
             decoding, drawn.token_N.tolist(), logprobs, strict=True
         ):
-            if is_sound or math.isfinite(logprob):
+            if sequence.constraint is not None and sequence.constraint.error is not None:
+                sequence.stop = Stop(cause=StopCause.ERROR, detail=sequence.constraint.error)
+            elif is_sound or math.isfinite(logprob):
                 sequence.take(token_id, logprob)
             else:
                 sequence.stop = _broken(logprob)

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from m1serve.engine.constraint import Constraint
 from m1serve.engine.outbox import Outlet
 from m1serve.engine.stopping import Stop, StopRules, ThinkBudget
 from m1serve.types import (
@@ -33,6 +34,8 @@ class Sequence:
     choice: int
     rules: StopRules
     budget: ThinkBudget | None
+    constraint: Constraint | None = None
+    """Its own when the request has a grammar."""
     rng: torch.Generator | None
     """Its own when the request has a seed."""
     unread: tuple[int, ...] = ()
@@ -45,7 +48,8 @@ class Sequence:
     sampled_logprobs: list[float] = field(default_factory=list)
     """As long as `token_ids` when `is_bent`, else empty."""
     top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
-    forced_at: set[int] = field(default_factory=set)
+    flag_at: dict[int, TokenFlag] = field(default_factory=dict)
+    """Of tokens that were not simply sampled, by place."""
     num_sent: int = 0
     emit_at_s: float = 0.0
     """time.monotonic() from which its tokens are handed out"""
@@ -61,6 +65,13 @@ class Sequence:
     def is_bent(self) -> bool:
         """Its tokens are not drawn from the model's own distribution."""
         return self.generation.is_bent
+
+    @property
+    def forced(self) -> list[int]:
+        """Tokens that must come next, whatever is drawn."""
+        if self.budget is not None and self.budget.forced:
+            return self.budget.forced
+        return [] if self.constraint is None else self.constraint.forced
 
     @property
     def is_fresh(self) -> bool:
@@ -94,16 +105,20 @@ class Sequence:
         """Appends a token; `stop` is set when it was the last."""
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+        if self.forced:
+            self.flag_at[len(self.token_ids) - 1] = TokenFlag.FORCED
+        elif self.constraint is not None and self.constraint.is_masking:
+            self.flag_at[len(self.token_ids) - 1] = TokenFlag.SAMPLED | TokenFlag.MASKED
         if self.budget is not None:
-            if self.budget.forced:
-                self.forced_at.add(len(self.token_ids) - 1)
             self.budget.observe(token_id)
+        if self.constraint is not None:
+            self.constraint.observe(token_id)
         self.stop = self.rules.after(token_id, len(self.token_ids))
 
     def note_sampled(self, logprob: float) -> None:
         """Of the last token, under what it was drawn from; a forced one had no choice."""
         if len(self.sampled_logprobs) < len(self.token_ids):
-            is_forced = len(self.token_ids) - 1 in self.forced_at
+            is_forced = self.flag_at.get(len(self.token_ids) - 1) is TokenFlag.FORCED
             self.sampled_logprobs.append(0.0 if is_forced else logprob)
 
     def note_top(self, ids: list[int], logprobs: list[float]) -> None:
@@ -131,11 +146,10 @@ class Sequence:
         )
 
     def _flags(self, start: int, end: int) -> tuple[int, ...]:
-        if not self.forced_at:
+        if not self.flag_at:
             return (TokenFlag.SAMPLED.value,) * (end - start)
         return tuple(
-            (TokenFlag.FORCED if i in self.forced_at else TokenFlag.SAMPLED).value
-            for i in range(start, end)
+            self.flag_at.get(place, TokenFlag.SAMPLED).value for place in range(start, end)
         )
 
 
@@ -170,7 +184,8 @@ class Generation:
     @property
     def is_bent(self) -> bool:
         sampling = self.request.sampling
-        return not (sampling.is_trainable and sampling.top_p == 1.0)
+        is_plain = sampling.is_trainable and sampling.top_p == 1.0
+        return not is_plain or self.request.grammar is not None
 
     @property
     def is_open(self) -> bool:

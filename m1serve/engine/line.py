@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from m1serve.chat.tokenizer import THINK_END, ChatTokenizer
+from m1serve.engine.constraint import Constraint
 from m1serve.engine.script import made_up_logprob, made_up_top
 from m1serve.engine.stopping import Stop, StopRules, ThinkBudget
 from m1serve.types import Delta, GenerateRequest, StopCause, TokenFlag, TopLogprob
@@ -19,10 +20,13 @@ class Line:
         choice: int,
         tokenizer: ChatTokenizer,
         max_model_len: int,
+        constraint: Constraint | None = None,
     ) -> None:
+        self._constraint = constraint
         self._request, self._choice = request, choice
         self._rules = StopRules(request, tokenizer=tokenizer, max_model_len=max_model_len)
         self._budget = _budget_of(request, tokenizer)
+        self._eos_id = tokenizer.eos_id
         self._script = deque((*tokenizer.encode_control(text), tokenizer.eos_id))
         self._think_end = tokenizer.control_ids.get(THINK_END, -1)
         self._before = request.prompt_ids[-1]
@@ -41,7 +45,10 @@ class Line:
         if fails_after is not None and self._num_said >= fails_after:
             self.stop = Stop(cause=StopCause.ERROR, detail="the script fails here")
             return False
-        token_id, flag = self._next_token()
+        drawn = self._next_token()
+        if drawn is None:
+            return False
+        token_id, flag = drawn
         logprob = made_up_logprob(self._before, token_id)
         self._ids.append(token_id)
         self._logprobs.append(logprob)
@@ -56,7 +63,7 @@ class Line:
     def delta(self, weights_version: str) -> Delta:
         """Everything since the last one."""
         sampling = self._request.sampling
-        is_bent = not (sampling.is_trainable and sampling.top_p == 1.0)
+        is_bent = not (sampling.is_trainable and sampling.top_p == 1.0) or self._constraint
         delta = Delta(
             choice=self._choice,
             token_ids=tuple(self._ids),
@@ -77,19 +84,44 @@ class Line:
         self._flags: list[int] = []
         self._top: list[tuple[TopLogprob, ...]] = []
 
-    def _next_token(self) -> tuple[int, TokenFlag]:
-        budget = self._budget
-        if budget is None:
-            return self._script.popleft(), TokenFlag.SAMPLED
-        if budget.forced:
-            token_id = budget.forced[0]
+    def _next_token(self) -> tuple[int, TokenFlag] | None:
+        """None, and it has stopped, when the script breaks the request's grammar."""
+        constraint, forced = self._constraint, self._forced
+        if not forced and constraint is not None and self._script:
+            constraint.consider(self._script[0])
+            forced = self._forced
+        if forced:
+            token_id, flag = forced[0], TokenFlag.FORCED
             if token_id == self._think_end:
-                self._skip_thought(budget.forced)
-            budget.observe(token_id)
-            return token_id, TokenFlag.FORCED
-        token_id = self._script.popleft()
-        budget.observe(token_id)
-        return token_id, TokenFlag.SAMPLED
+                self._skip_thought(forced)
+        else:
+            # behind a thought that never closed there is nothing but the end
+            token_id = self._script.popleft() if self._script else self._eos_id
+            if not self._keeps_grammar(token_id):
+                return None
+            is_masked = constraint is not None and constraint.is_masking
+            flag = TokenFlag.SAMPLED | TokenFlag.MASKED if is_masked else TokenFlag.SAMPLED
+        if self._budget is not None:
+            self._budget.observe(token_id)
+        if constraint is not None:
+            constraint.observe(token_id)
+        return token_id, flag
+
+    @property
+    def _forced(self) -> list[int]:
+        if self._budget is not None and self._budget.forced:
+            return self._budget.forced
+        return [] if self._constraint is None else self._constraint.forced
+
+    def _keeps_grammar(self, token_id: int) -> bool:
+        constraint = self._constraint
+        if constraint is None or (constraint.allows(token_id) and constraint.error is None):
+            return True
+        why = constraint.error or f"token {self._num_said} may not be {token_id}"
+        self.stop = Stop(
+            cause=StopCause.ERROR, detail=f"the scripted reply breaks the request's grammar: {why}"
+        )
+        return False
 
     def _skip_thought(self, closing: list[int]) -> None:
         """The script goes on behind its own end of the think block, if it has one."""

@@ -18,9 +18,11 @@ import torch
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings
 from m1serve.engine.admission import check_request, check_score, deferral
+from m1serve.engine.constraint import Constraint
 from m1serve.engine.core import EngineCore
 from m1serve.engine.generation import Generation
 from m1serve.engine.generation import Sequence as Choice
+from m1serve.engine.grammar_compiler import GrammarCompiler, NewConstraint, no_constraint
 from m1serve.engine.outbox import Outlet
 from m1serve.engine.sampler import seeded_rng
 from m1serve.engine.staging import Staged, stage, swap_refused
@@ -60,6 +62,7 @@ class LocalEngine:
             vocab_size=vocab_size,
         )
         self._thread = StepThread(self._core)
+        self._compiler = GrammarCompiler(tokenizer)
         self._loading = asyncio.Lock()
         self._orders = itertools.count()
         self._active: set[str] = set()
@@ -70,7 +73,7 @@ class LocalEngine:
             max_top_logprobs=MAX_TOP_LOGPROBS,
             in_flight=frozenset({InFlight.FINISH, InFlight.RECOMPUTE}),
             has_prompt_logprobs=True,
-            has_grammar=False,
+            has_grammar=True,
             has_penalties=True,
             has_reasoning_budget=True,
         )
@@ -99,7 +102,8 @@ class LocalEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Started | Delta]:
         check_request(request, self._capabilities)
-        generation = self._open(request)
+        new_constraint = await self._compiler.constraints(request)
+        generation = self._open(request, new_constraint=new_constraint)
         num_open = request.n
         try:
             yield await self._first(generation)
@@ -182,9 +186,16 @@ class LocalEngine:
         return self._core.stats
 
     async def close(self) -> None:
+        self._compiler.close()
         await asyncio.to_thread(self._thread.close)
 
-    def _open(self, request: GenerateRequest, *, is_cacheable: bool = True) -> Generation:
+    def _open(
+        self,
+        request: GenerateRequest,
+        *,
+        is_cacheable: bool = True,
+        new_constraint: NewConstraint = no_constraint,
+    ) -> Generation:
         """Queues the request, unless the engine is full, closed or busy with the same id."""
         if request.id in self._active:
             raise RequestError(f"request id {request.id!r} is running already; use a fresh one")
@@ -202,7 +213,9 @@ class LocalEngine:
             deadline_s=math.inf if limit_s is None else time.monotonic() + limit_s,
             is_cacheable=is_cacheable,
         )
-        generation.sequences = [self._choice(generation, i) for i in range(request.n)]
+        generation.sequences = [
+            self._choice(generation, i, constraint=new_constraint()) for i in range(request.n)
+        ]
         generation.unplaced.extend(generation.sequences)
         if not self._thread.post(partial(self._core.submit, generation)):
             raise (
@@ -211,7 +224,9 @@ class LocalEngine:
         self._active.add(request.id)
         return generation
 
-    def _choice(self, generation: Generation, index: int) -> Choice:
+    def _choice(
+        self, generation: Generation, index: int, *, constraint: Constraint | None
+    ) -> Choice:
         request, budget = generation.request, generation.request.limits.reasoning_budget
         seed, tokenizer = request.sampling.seed, self._tokenizer
         return Choice(
@@ -225,6 +240,7 @@ class LocalEngine:
                 if budget is None
                 else ThinkBudget(budget, tokenizer=tokenizer, prompt_ids=request.prompt_ids)
             ),
+            constraint=constraint,
             rng=None if seed is None else seeded_rng(seed, index),
             unread=request.prompt_ids,
             emit_at_s=math.inf if math.isinf(request.min_delta_interval_s) else 0.0,

@@ -33,8 +33,11 @@ class DrawPlan:
     bent: tuple[int, ...]
     bent_M: Tensor | None
     bend: Bend | None
+    constrained: tuple[int, ...]
+    """Those of `bent` that have a grammar, as places in `bent`."""
     seeded: tuple[int, ...]
-    budgeted: tuple[int, ...]
+    steered: tuple[int, ...]
+    """Rows whose next token may be forced."""
     num_top: int
 
     @classmethod
@@ -45,8 +48,11 @@ class DrawPlan:
             bent=bent,
             bent_M=torch.tensor(bent, device=device) if bent else None,
             bend=_bend_of(bent_rows, vocab_size=vocab_size, device=device) if bent else None,
+            constrained=tuple(k for k, row in enumerate(bent_rows) if row.constraint),
             seeded=tuple(i for i, row in enumerate(rows) if row.rng is not None),
-            budgeted=tuple(i for i, row in enumerate(rows) if row.budget is not None),
+            steered=tuple(
+                i for i, row in enumerate(rows) if row.budget is not None or row.constraint
+            ),
             num_top=max((row.request.top_logprobs for row in rows), default=0),
         )
 
@@ -68,13 +74,12 @@ class Sampler:
         logprob_NV = torch.log_softmax(logits_NV, -1)[:, : self._vocab_size]
         p_NV, bent_MV = logprob_NV.exp(), None
         if plan.bend is not None:
-            bent_MV = bend(logits_NV[plan.bent_M, : self._vocab_size], plan.bend)
+            logits_MV = logits_NV[plan.bent_M, : self._vocab_size]
+            _mask(logits_MV, rows, plan)
+            bent_MV = bend(logits_MV, plan.bend)
             p_NV[plan.bent_M] = bent_MV.exp()
         token_N = pick(p_NV, self._uniforms(rows, plan))
-        for i in plan.budgeted:
-            budget = rows[i].budget
-            if budget is not None and budget.forced:
-                token_N[i] = budget.forced[0]
+        _force(token_N, rows, plan)
         sampled_M = None
         if bent_MV is not None:
             drawn_M1 = token_N[plan.bent_M, None]
@@ -94,6 +99,37 @@ class Sampler:
         for i in plan.seeded:
             u_N[i : i + 1] = torch.rand(1, dtype=torch.float64, generator=rows[i].rng)
         return u_N
+
+
+def _mask(logits_MV: Tensor, rows: Rows[Sequence], plan: DrawPlan) -> None:
+    """Takes away, in place, what the grammars of this step's rows exclude."""
+    places: list[int] = []
+    masks: list[bytes] = []
+    for k in plan.constrained:
+        row = rows[plan.bent[k]]
+        mask = None if row.forced or row.constraint is None else row.constraint.mask()
+        if mask is not None:
+            places.append(k)
+            masks.append(mask)
+    if not places:
+        return
+    # K masked rows, B bytes
+    packed_KB = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8)
+    packed_KB = packed_KB.view(len(places), -1).to(logits_MV.device)
+    bit_8 = torch.arange(8, dtype=torch.uint8, device=logits_MV.device)
+    allowed_KV = (packed_KB[:, :, None] >> bit_8 & 1).bool().flatten(1)[:, : logits_MV.shape[1]]
+    place_K = torch.tensor(places, device=logits_MV.device)
+    logits_MV[place_K] = logits_MV[place_K].masked_fill(~allowed_KV, -torch.inf)
+
+
+def _force(token_N: Tensor, rows: Rows[Sequence], plan: DrawPlan) -> None:
+    """Puts forced tokens, in place, where others were drawn."""
+    for i in plan.steered:
+        row = rows[i]
+        if not row.forced and row.constraint is not None and row.constraint.is_thinking:
+            row.constraint.consider(int(token_N[i]))
+        if row.forced:
+            token_N[i] = row.forced[0]
 
 
 def seeded_rng(seed: int, choice: int) -> torch.Generator:

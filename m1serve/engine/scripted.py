@@ -1,6 +1,7 @@
 """ScriptedEngine: plays given replies with ids and logprobs, to test everything around an engine.
 
 It keeps the whole contract (limits, stop rules, aborts, pins, swaps) but has no model and no torch.
+A reply that breaks the request's grammar ends with an error where it does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings
 from m1serve.engine.admission import check_request, check_score, deferral, unknown_pin
+from m1serve.engine.grammar_compiler import GrammarCompiler, NewConstraint
 from m1serve.engine.line import Line
 from m1serve.engine.script import Replies, ScriptedReply, made_up_logprob, replies_from_file
 from m1serve.engine.stopping import Stop
@@ -48,7 +50,7 @@ class ScriptedEngine:
         if isinstance(replies, Path):
             replies = replies_from_file(replies, tokenizer)
         self._replies = replies
-        self._tokenizer = tokenizer
+        self._tokenizer, self._compiler = tokenizer, GrammarCompiler(tokenizer)
         self._settings = settings or EngineSettings(kind="scripted")
         self._weights_version = weights_version
         self._playing: dict[str, _Play] = {}
@@ -66,7 +68,7 @@ class ScriptedEngine:
             max_top_logprobs=MAX_TOP_LOGPROBS,
             in_flight=frozenset({InFlight.FINISH, InFlight.RECOMPUTE}),
             has_prompt_logprobs=True,
-            has_grammar=False,
+            has_grammar=True,
             has_penalties=True,
             has_reasoning_budget=True,
         )
@@ -77,7 +79,7 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Started | Delta]:
         check_request(request, self.capabilities)
-        play = self._enter(request)
+        play = self._enter(request, await self._compiler.constraints(request))
         try:
             await play.has_slot.wait()
             play.weights_version = request.weights_pin or self._weights_version
@@ -145,6 +147,7 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         self._is_closed = True
+        self._compiler.close()
         for request_id in list(self._playing):
             await self.abort(request_id)
 
@@ -157,7 +160,7 @@ class ScriptedEngine:
         if pin is not None and pin not in self._held:
             raise unknown_pin(pin, self._held)
 
-    def _enter(self, request: GenerateRequest) -> _Play:
+    def _enter(self, request: GenerateRequest, new_constraint: NewConstraint) -> _Play:
         """A place in the queue, or a slot at once."""
         if self._is_closed:
             raise EngineError("the engine is closed")
@@ -176,6 +179,7 @@ class ScriptedEngine:
                 choice=i,
                 tokenizer=self._tokenizer,
                 max_model_len=self._settings.max_model_len,
+                constraint=new_constraint(),
             )
             for i in range(request.n)
         ]

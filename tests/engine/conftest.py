@@ -36,6 +36,7 @@ from m1serve.types import (
 )
 
 SETTINGS = EngineSettings(num_slots=8, max_model_len=192, prefill_chunk_tokens=64)
+UNDER_GRAMMAR = '<think>\nWhich one?\n</think>\n{"order": 4217}'
 SCRIPT = "The order 4217 is pending, so I cancel it. What is the status of it, please? " * 16
 
 
@@ -204,7 +205,9 @@ async def scripted(
 ) -> AsyncIterator[StartRig]:
     async def start(**changes: Any) -> Rig:
         engine = ScriptedEngine(
-            lambda request: ScriptedReply(text=SCRIPT, step_s=0.001),
+            lambda request: ScriptedReply(
+                text=UNDER_GRAMMAR if request.grammar else SCRIPT, step_s=0.001
+            ),
             tokenizer=tok,
             settings=SETTINGS.model_copy(update=changes),
             weights_version=versions[0].weights_version,

@@ -14,6 +14,7 @@ from m1serve.errors import OverloadedError, RequestError
 from m1serve.types import (
     Delta,
     EngineStats,
+    Grammar,
     InFlight,
     Limits,
     Sampling,
@@ -348,7 +349,7 @@ async def test_a_prompt_that_is_too_long_is_refused(start: StartRig) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"grammar": "root ::= 'a'"},
+        {"grammar": Grammar(text="start: (")},
         {"in_flight": InFlight.CARRY},
         {"prompt_ids": ()},
         {"prompt_ids": (1, 1_000_000)},

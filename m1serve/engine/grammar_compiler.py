@@ -1,0 +1,215 @@
+"""GrammarCompiler: grammars to matchers, on a thread of its own, within limits, remembered.
+
+llguidance compiles in Rust, recursing over the schema: its thread has a stack for the deepest that
+m1serve.chat.json_schema lets through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from m1serve.chat.tokenizer import TAGS, ChatTokenizer
+from m1serve.engine.constraint import Constraint
+from m1serve.engine.tag_tokens import TagTokens
+from m1serve.errors import EngineError, OverloadedError, RequestError
+from m1serve.types import GenerateRequest, Grammar
+
+COMPILE_S = 5.0
+MAX_TEXT_BYTES = 512 * 1024
+MAX_KEPT, MAX_KEPT_BYTES = 64, 8 * 2**20
+MAX_STUCK = 3
+STACK_BYTES = 128 * 2**20
+LIMITS = LLParserLimits(
+    max_items_in_row=10_000,
+    initial_lexer_fuel=500_000,
+    # a step of one row is cut off after some milliseconds
+    step_lexer_fuel=100_000,
+    step_max_items=50_000,
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+NewConstraint = Callable[[], Constraint | None]
+Compiled = LLMatcher | RequestError
+_PLACE = re.compile(r"^at (\d+)\(\d+\): ")
+_EXCERPT = re.compile(r"^\s*\d+ \| ")
+
+
+class GrammarCompiler:
+    """One an engine; `compile` may be called from any event loop."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary: LLTokenizer | None = None
+        self._tags: TagTokens | None = None
+        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        self._num_stuck = 0
+
+    async def constraints(self, request: GenerateRequest) -> NewConstraint:
+        """Makes the constraints of a request's choices; raises as `compile`."""
+        if request.grammar is None:
+            return no_constraint
+        matcher, tokenizer, tags = await self.compile(request.grammar), self._tokenizer, self._tags
+        assert tags is not None, "the first to be compiled built them"
+        return lambda: Constraint(matcher.deep_copy(), request, tokenizer=tokenizer, tags=tags)
+
+    async def compile(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at its beginning, to be copied. Raises RequestError for what does not compile
+        or takes too long, OverloadedError when others keep the compiler busy."""
+        found = self._find(grammar)
+        if found is None:
+            found = await self._compile_beside(grammar)
+        if isinstance(found, RequestError):
+            raise found
+        return found
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+
+    async def _compile_beside(self, grammar: Grammar) -> Compiled:
+        if self._num_stuck >= MAX_STUCK:
+            raise OverloadedError("the grammar compiler is stuck; the replica has to be restarted")
+        if self._worker is None:
+            self._worker = _Worker()
+        worker = self._worker
+        job = worker.submit(lambda: self._compile(grammar))
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                return await asyncio.wrap_future(job)
+        except TimeoutError:
+            if not worker.is_at(job):
+                raise OverloadedError("other grammars are being compiled; try again") from None
+        if self._worker is worker:
+            # a thread cannot be killed: it is left behind and counted
+            self._worker, self._num_stuck = None, self._num_stuck + 1
+        error = _refusal(grammar, f"it does not compile within {COMPILE_S:.0f} s; simplify it")
+        self._keep(grammar, error)
+        raise error
+
+    def _find(self, grammar: Grammar) -> Compiled | None:
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+            return self._kept.get(grammar)
+
+    def _keep(self, grammar: Grammar, found: Compiled) -> None:
+        with self._lock:
+            self._kept[grammar] = found
+            num_bytes = sum(len(kept.text) for kept in self._kept)
+            while len(self._kept) > MAX_KEPT or num_bytes > MAX_KEPT_BYTES:
+                num_bytes -= len(self._kept.popitem(last=False)[0].text)
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        """On the worker's thread."""
+        found = self._find(grammar)
+        if found is not None:
+            return found
+        if len(grammar.text) > MAX_TEXT_BYTES:
+            return _refusal(
+                grammar, f"it has {len(grammar.text)} characters; at most {MAX_TEXT_BYTES}"
+            )
+        if self._vocabulary is None:
+            self._vocabulary = LLTokenizer(TokenizerWrapper(_Pieces(self._tokenizer)))
+            anything = LLMatcher(self._vocabulary, LLMatcher.grammar_from_regex("a"), log_level=0)
+            self._tags = TagTokens(self._tokenizer, num_bytes=len(anything.compute_bitmask()))
+        text = LLMatcher.grammar_from_lark(grammar.text)
+        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            # some contradictions show only when the first token is asked for
+            matcher.compute_bitmask()
+        found = _refused(grammar, matcher.get_error()) if matcher.is_error() else matcher
+        self._keep(grammar, found)
+        return found
+
+
+def no_constraint() -> None:
+    """Of the choices of a request without a grammar."""
+    return None
+
+
+class _Worker:
+    """A daemon thread with a deep stack that runs one job after the other."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Compiled], Callable[[], Compiled]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._current: Future[Compiled] | None = None
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=self._run, name="m1serve-grammars", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+
+    def submit(self, job: Callable[[], Compiled]) -> Future[Compiled]:
+        future: Future[Compiled] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def is_at(self, future: Future[Compiled]) -> bool:
+        return self._current is future
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            future, job = item
+            if future.set_running_or_notify_cancel():
+                self._current = future
+                try:
+                    future.set_result(job())
+                except (RuntimeError, ValueError, TypeError, LookupError) as error:
+                    future.set_exception(EngineError(f"the grammar compiler failed: {error}"))
+                self._current = None
+
+
+class _Pieces:
+    """What llguidance reads of a tokenizer. Tags are text to a grammar; other added tokens can
+    never be part of what it allows."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_id
+        self.bos_token_id = None
+        self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+        added = json.loads(tokenizer.to_json())["added_tokens"]
+        self.special_token_ids = [t["id"] for t in added if t["content"] not in TAGS]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._tokenizer.encode_text(text)
+
+
+def _refused(grammar: Grammar, message: str) -> RequestError:
+    """The compiler's words without its excerpts; the line it names tells which tool is meant."""
+    place, param = _PLACE.match(message), grammar.param
+    if place is not None:
+        line = grammar.text.splitlines()[int(place[1]) - 1]
+        tool = re.match(r"arguments_(\d+):", line)
+        param += f"[{tool[1]}].function.parameters" if tool and param == "tools" else ""
+        message = message[place.end() :].removeprefix("failed to compile JSON schema: ")
+    lines: list[str] = []
+    for line in message.splitlines():
+        if _EXCERPT.match(line):
+            break
+        lines.append(line.strip())
+    return _refusal(grammar, " ".join(filter(None, lines))[:400], param=param)
+
+
+def _refusal(grammar: Grammar, why: str, *, param: str | None = None) -> RequestError:
+    param = param or grammar.param
+    return RequestError(f"{param} cannot be enforced: {why}", param=param, code="invalid_schema")
