@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from m1serve import __version__
 from m1serve.api.errors import add_error_handlers
-from m1serve.api.identity import authenticate
+from m1serve.api.keys import KeyRing, Scope
 from m1serve.api.request_log import RequestLog
 from m1serve.api.schema import PromoteRequest, RetrainRequest, RollbackRequest
 from m1serve.config import Settings
@@ -27,10 +27,10 @@ def create_admin_app(
     store: Store, settings: Settings, *, metrics: Metrics | None = None
 ) -> FastAPI:
     """The store stays the caller's. Routes are synchronous: they run in threads."""
-    accepted = (settings.serve.admin_key,) if settings.serve.admin_key else ()
+    keys = KeyRing.of_admins(settings.serve)
 
     def require_admin(request: Request) -> None:
-        authenticate(request.headers.get("authorization"), accepted)
+        keys.caller(request.headers.get("authorization"), Scope.ADMIN)
 
     app = FastAPI(title="m1serve admin", version=__version__)
     require = [Depends(require_admin)]

@@ -34,7 +34,7 @@ class ChunkWriter:
         self._reasoning_fields = exchange.prepared.defaults.reasoning_fields
         self._num_sent = [0] * len(exchange.choices)
         self._base: dict[str, object] = {
-            "id": f"chatcmpl-{exchange.prepared.request_id}",
+            "id": f"chatcmpl-{exchange.prepared.generate.id}",
             "object": "chat.completion.chunk",
             "created": int(exchange.prepared.created_at),
             "model": self._body.model,

@@ -15,7 +15,7 @@ _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 def completion_body(exchange: Exchange) -> bytes:
     prepared = exchange.prepared
     value: dict[str, object] = {
-        "id": f"chatcmpl-{prepared.request_id}",
+        "id": f"chatcmpl-{prepared.generate.id}",
         "object": "chat.completion",
         "created": int(prepared.created_at),
         "model": prepared.body.model,

@@ -1,11 +1,10 @@
-"""Who asks, and how the turn is labelled: keys, tenants, sessions, groups, tasks and modes."""
+"""Who asks, and how the turn is labelled: sessions, groups, tasks and modes."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from m1serve.errors import RequestError
@@ -32,25 +31,6 @@ class Labels:
     group_key: str | None
     task_id: str | None
     mode: Mode
-
-
-def authenticate(authorization: str | None, accepted: Sequence[str]) -> Caller:
-    """`accepted` holds sha256 hex digests; none accepts everybody as one tenant."""
-    scheme, _, key = (authorization or "").partition(" ")
-    key = key.strip() if scheme.lower() == "bearer" else ""
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    if not accepted:
-        return Caller(tenant_id="default", key_id=digest[:12] if key else "none")
-    # every digest is compared, so that the time does not tell which one came close
-    matches = [hmac.compare_digest(digest, known.lower()) for known in accepted]
-    if not key or not any(matches):
-        got = "no key" if not key else "a key that is not among the accepted ones"
-        raise RequestError(
-            f"got {got}; send a valid one as 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
-            status=401,
-        )
-    return Caller(tenant_id=digest[:12], key_id=digest[:12])
 
 
 def labels(headers: Mapping[str, str], metadata: Mapping[str, str], *, is_stored: bool) -> Labels:

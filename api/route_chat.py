@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from m1serve.api.body import read_body
 from m1serve.api.exchange import Exchange
-from m1serve.api.identity import authenticate
+from m1serve.api.keys import Scope
 from m1serve.api.live_response import LiveResponse
 from m1serve.api.prepare import prepare
 from m1serve.api.schema import ChatRequest
@@ -33,8 +33,7 @@ def chat_router(serving: Serving) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         created_at = time.time()
-        accepted = serving.settings.serve.api_keys
-        caller = authenticate(request.headers.get("authorization"), accepted)
+        caller = serving.keys.caller(request.headers.get("authorization"), Scope.INFER)
         body = await read_body(request)
         work = partial(
             prepare,

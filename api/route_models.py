@@ -9,7 +9,6 @@ from typing import Protocol, runtime_checkable
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from m1serve.api.identity import authenticate
 from m1serve.api.serving import JOURNAL_DEAD, Serving
 from m1serve.engine.base import Engine
 from m1serve.errors import EngineError
@@ -52,13 +51,13 @@ def models_router(serving: Serving) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models(request: Request) -> Response:
-        authenticate(request.headers.get("authorization"), serving.settings.serve.api_keys)
+        serving.keys.caller(request.headers.get("authorization"))
         return JSONResponse({"object": "list", "data": [card(name) for name in serving.names]})
 
     # names may hold slashes
     @router.get("/v1/models/{name:path}")
     async def get_model(request: Request, name: str) -> Response:
-        authenticate(request.headers.get("authorization"), serving.settings.serve.api_keys)
+        serving.keys.caller(request.headers.get("authorization"))
         return JSONResponse(card(name))
 
     @router.get("/health")

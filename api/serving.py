@@ -12,6 +12,8 @@ from typing import Protocol
 import anyio
 
 from m1serve.api.defaults import AnswerDefaults
+from m1serve.api.keys import KeyRing
+from m1serve.api.ledger_reader import LedgerReader
 from m1serve.api.session_index import SessionIndex
 from m1serve.chat.history import HistoryIndex
 from m1serve.chat.template import template_digest
@@ -63,6 +65,8 @@ class Serving:
     tokenizer: ChatTokenizer
     history: HistoryIndex
     sessions: SessionIndex
+    keys: KeyRing
+    ledger: LedgerReader
     metrics: Metrics
     defaults: Mapping[str, AnswerDefaults]
     """By name that `model` may carry, the model's own first."""

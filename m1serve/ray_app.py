@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import ray
@@ -69,6 +70,7 @@ class Ingress:
             self._settings,
             self._tokenizer,
             is_behind_proxy=True,
+            open_store=partial(Store.open, self._settings.database, migrate=False),
         )
         return _WithDisconnects(app)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from m1serve.cli import options
@@ -49,6 +50,7 @@ async def serve_in_process(settings: Settings) -> None:
     from m1serve.engine.launch import served_tokenizer, start_best_engine, tune_process
     from m1serve.engine.watcher import VersionWatcher
     from m1serve.metrics import Metrics
+    from m1serve.store import Store
     from m1serve.store.journal import JournalWriter
 
     tune_process(settings)
@@ -67,7 +69,14 @@ async def serve_in_process(settings: Settings) -> None:
             poll_s=bound.poll_s,
         )
         apps = (
-            create_app(engine, journal, settings, tokenizer, metrics=metrics),
+            create_app(
+                engine,
+                journal,
+                settings,
+                tokenizer,
+                metrics=metrics,
+                open_store=partial(Store.open, settings.database, migrate=False),
+            ),
             create_admin_app(store, settings, metrics=metrics),
         )
         watching = asyncio.create_task(watcher.run())

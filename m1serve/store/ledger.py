@@ -20,6 +20,7 @@ from m1serve.store.database import Database, changed, is_conflict
 from m1serve.store.ingest import ingest
 from m1serve.store.journal_reader import Cursor
 from m1serve.store.records import JournalEntry, TurnRecord
+from m1serve.store.session_report import SessionReport, session_report
 from m1serve.store.tables import JournalCursorRow, SessionRow, TrajectoryRow, TurnRow
 from m1serve.store.views import (
     TrajectorySummary,
@@ -111,6 +112,10 @@ class Ledger:
         with self._db.read() as session:
             row = session.get(SessionRow, session_key(tenant_id, session_id))
             return _session_view(row) if row is not None else None
+
+    def session_report(self, tenant_id: str, session_id: str) -> SessionReport | None:
+        with self._db.read() as session:
+            return session_report(session, tenant_id, session_id)
 
     def list_trajectories(
         self,

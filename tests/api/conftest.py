@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from m1serve.chat.byte_tokenizer import byte_tokenizer
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import Settings
 from m1serve.errors import RequestError, StoreError
+from m1serve.store import Store
 from m1serve.store.records import JournalRecord, TurnRecord, TurnsDelivered
 from m1serve.types import (
     Capabilities,
@@ -256,13 +258,22 @@ def serve(tok: ChatTokenizer) -> Serve:
         key: str = "any",
         is_behind_proxy: bool = False,
         tok: ChatTokenizer = tok,
+        open_store: Callable[[], Store] | None = None,
+        over: Any = None,
         **sections: object,
     ) -> AsyncIterator[World]:
         settings = Settings(
             **{"model": {"model_id": "fake", "aliases": ["m1/alias"]}, **sections}  # type: ignore[arg-type]
         )
-        engine, journal = FakeEngine(tok, *replies), Kept()
-        app = create_app(engine, journal, settings, tok, is_behind_proxy=is_behind_proxy)
+        engine, journal = over or FakeEngine(tok, *replies), Kept()
+        app = create_app(
+            engine,
+            journal,
+            settings,
+            tok,
+            is_behind_proxy=is_behind_proxy,
+            open_store=open_store,
+        )
         async with (
             running(app) as url,
             # loading certificates takes longer than most tests
