@@ -15,6 +15,7 @@ from m1serve.api.keys import KeyRing
 from m1serve.api.ledger_reader import LedgerReader
 from m1serve.api.request_log import RequestLog
 from m1serve.api.route_chat import chat_router
+from m1serve.api.route_completions import completions_router
 from m1serve.api.route_feedback import feedback_router
 from m1serve.api.route_models import models_router
 from m1serve.api.serving import Journal, Serving
@@ -59,6 +60,7 @@ def create_app(
     )
     app = FastAPI(title="m1serve", version=__version__, lifespan=_closing(serving.ledger))
     app.include_router(chat_router(serving))
+    app.include_router(completions_router(serving))
     app.include_router(feedback_router(serving))
     app.include_router(models_router(serving))
     add_error_handlers(app)

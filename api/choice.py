@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from m1serve.chat.messages import ChatMessage
+from m1serve.chat.raw_reply import RawReply
 from m1serve.chat.reply import CallStarted, ReplyEvent, ReplyParser, count_reasoning_tokens
 from m1serve.chat.stops import StopMatcher
 from m1serve.chat.tokenizer import ChatTokenizer, Detokenizer
@@ -24,7 +25,12 @@ class ChoiceStream:
     """detokenise, trim stop strings, parse: the one pipeline of both response modes."""
 
     def __init__(
-        self, index: int, tok: ChatTokenizer, *, stop_strings: Sequence[str], parse_calls: bool
+        self,
+        index: int,
+        tok: ChatTokenizer,
+        *,
+        stop_strings: Sequence[str],
+        parser: ReplyParser | RawReply,
     ) -> None:
         self.index = index
         self.turn_id = uuid.uuid4().hex
@@ -40,7 +46,7 @@ class ChoiceStream:
         self._tok = tok
         self._detokenizer = Detokenizer(tok)
         self._matcher = StopMatcher(stop_strings)
-        self._parser = ReplyParser(parse_calls=parse_calls)
+        self._parser = parser
 
     def push(self, delta: Delta) -> list[ReplyEvent]:
         self._keep(delta)

@@ -40,7 +40,7 @@ class ChunkWriter:
             "model": self._body.model,
         }
 
-    def roles(self) -> bytes:
+    def started(self) -> bytes:
         """The first chunk of every choice."""
         more: dict[str, object] = {}
         if self._body.return_token_ids:

@@ -13,7 +13,8 @@ from m1serve.api.choice import ChoiceStream
 from m1serve.api.prepare import Prepared
 from m1serve.api.record import delivery_record, turn_record
 from m1serve.api.serving import Serving
-from m1serve.chat.reply import ReplyEvent
+from m1serve.chat.raw_reply import RawReply
+from m1serve.chat.reply import ReplyEvent, ReplyParser
 from m1serve.errors import EngineError, OverloadedError, StoreError
 from m1serve.types import Delta, HistoryRule, Mode, Started, StopCause
 
@@ -46,13 +47,21 @@ class Exchange:
                 index,
                 serving.tokenizer,
                 stop_strings=request.stop_strings,
-                parse_calls=bool(prepared.tools),
+                parser=(
+                    ReplyParser(parse_calls=bool(prepared.tools))
+                    if prepared.messages
+                    else RawReply()
+                ),
             )
             for index in range(request.n)
         ]
         self._begun = time.perf_counter()
         self._ttft_s: float | None = None
         self._is_kept = False
+
+    @property
+    def session_id(self) -> str:
+        return self.prepared.session_id
 
     @property
     def weights_version(self) -> str:

@@ -8,17 +8,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from contextlib import aclosing
+from typing import Protocol
 
 import anyio
 import anyio.to_thread
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from m1serve.api.chunks import KEEP_ALIVE, ChunkWriter, sse
-from m1serve.api.completion import completion_body
+from m1serve.api.choice import ChoiceStream
+from m1serve.api.chunks import KEEP_ALIVE, sse
 from m1serve.api.errors import error_body, error_response
 from m1serve.api.exchange import Exchange
+from m1serve.api.exchange_batch import ExchangeBatch
+from m1serve.chat.reply import ReplyEvent
 from m1serve.errors import M1ServeError
 from m1serve.types import Started
 
@@ -34,11 +38,30 @@ class _ClientGone(Exception):
     pass
 
 
-class LiveResponse(Response):
-    """Owns the exchange: generates, sends and settles it."""
+class StreamWriter(Protocol):
+    def started(self) -> bytes:
+        """After each `Started`."""
+        ...
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def step(self, choice: ChoiceStream, events: list[ReplyEvent], /) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+
+class LiveResponse(Response):
+    """Owns the exchange: generates, sends and settles it.
+
+    `writer` makes the events of a stream, `body` the whole answer of an exchange that has ended.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange | ExchangeBatch,
+        *,
+        writer: Callable[[], StreamWriter],
+        body: Callable[[], bytes],
+    ) -> None:
+        self._exchange, self._new_writer, self._new_body = exchange, writer, body
         self._is_stream = exchange.prepared.is_stream
         self._keep_alive_s = exchange.serving.settings.serve.keep_alive_s
         self._is_begun = False
@@ -84,11 +107,11 @@ class LiveResponse(Response):
         return True
 
     async def _send_stream(self, send: Send) -> None:
-        writer = ChunkWriter(self._exchange)
+        writer = self._new_writer()
         async with aclosing(self._exchange.steps()) as steps:
             async for step in steps:
                 if isinstance(step, Started):
-                    await self._send(send, writer.roles())
+                    await self._send(send, writer.started())
                 elif data := writer.step(step.choice, step.events):
                     if self._exchange.has_ended:
                         # some clients stop reading at the finish reason
@@ -106,9 +129,9 @@ class LiveResponse(Response):
     async def _body(self) -> bytes:
         exchange = self._exchange
         if exchange.num_shown_logprobs < LARGE_ANSWER_LOGPROBS:
-            return completion_body(exchange)
+            return self._new_body()
         threads = exchange.serving.threads
-        return await anyio.to_thread.run_sync(completion_body, exchange, limiter=threads)
+        return await anyio.to_thread.run_sync(self._new_body, limiter=threads)
 
     async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -152,7 +175,7 @@ class LiveResponse(Response):
             "content-type": content_type,
             "cache-control": "no-store",
             "x-accel-buffering": "no",
-            "x-m1-session-id": self._exchange.prepared.session_id,
+            "x-m1-session-id": self._exchange.session_id,
             "x-m1-turn-id": turn_ids,
             "x-m1-weights-version": self._exchange.weights_version,
         }
@@ -162,7 +185,7 @@ class LiveResponse(Response):
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         response = error_response(error)
-        response.headers["x-m1-session-id"] = self._exchange.prepared.session_id
+        response.headers["x-m1-session-id"] = self._exchange.session_id
         await response(scope, receive, send)
 
     def _log(self, error: Exception) -> None:

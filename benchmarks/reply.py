@@ -14,6 +14,7 @@ from pathlib import Path
 
 import m1serve.model
 from m1serve.api.choice import ChoiceStream
+from m1serve.chat.reply import ReplyParser
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.types import Delta, StopCause
 
@@ -71,7 +72,7 @@ def us_per_token(tok: ChatTokenizer, ids: Sequence[int], *, at_once: bool) -> fl
     )
     best = float("inf")
     for _ in range(3):
-        choice = ChoiceStream(0, tok, stop_strings=STOPS, parse_calls=True)
+        choice = ChoiceStream(0, tok, stop_strings=STOPS, parser=ReplyParser())
         begun = time.perf_counter()
         for delta in deltas:
             choice.push(delta)

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 import m1serve.model
 from m1serve.api.choice import ChoiceStream
 from m1serve.chat.byte_tokenizer import byte_tokenizer
-from m1serve.chat.reply import CallArguments, CallStarted, ContentText, ReasoningText, ReplyEvent
+from m1serve.chat.reply import (
+    CallArguments,
+    CallStarted,
+    ContentText,
+    ReasoningText,
+    ReplyEvent,
+    ReplyParser,
+)
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.types import Delta, StopCause
 
@@ -71,7 +78,7 @@ def outcome(
     strings: Sequence[str] = (),
 ) -> list[object]:
     """The choice after `ids` in deltas that end at `cuts`; its stream adds up to its message."""
-    choice = ChoiceStream(0, tok, stop_strings=strings, parse_calls=True)
+    choice = ChoiceStream(0, tok, stop_strings=strings, parser=ReplyParser())
     edges = sorted({0, *cuts, len(ids)})
     events: list[ReplyEvent] = []
     for start, end in pairwise(edges):
