@@ -113,7 +113,9 @@ class ServeSettings(_Section):
     admin_key: str | None = None
     """sha256 hex of the admin key; None leaves the admin port open (loopback only)."""
     max_n: int = Field(default=64, ge=1)
-    keep_alive_s: float = Field(default=15.0, gt=0)
+    keep_alive_s: float = Field(default=10.0, gt=0)
+    """Silence after which a comment, or a space before a body, is sent: clients drop a connection
+    after 20 s at the earliest."""
     session_idle_s: float = Field(default=600.0, ge=0)
     """A session without a request for this long is closed."""
     retention_days: float | None = Field(default=None, gt=0)

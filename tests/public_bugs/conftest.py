@@ -5,12 +5,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from openai import AsyncOpenAI
+
+from m1serve.api import create_app
+from m1serve.chat.tokenizer import ChatTokenizer
+from m1serve.config import EngineSettings, Settings
+from m1serve.engine.local import LocalEngine
+from m1serve.model.checkpoint import load_model
+from m1serve.model.tiny import tiny_model_dir
+from m1serve.model.weights import version_path, write_version
+from m1serve.types import VersionRef
 
 
 def _api_fixtures() -> Any:
@@ -26,6 +38,64 @@ def _api_fixtures() -> Any:
 
 
 tok, serve, eventually = (getattr(_api_fixtures(), name) for name in ("tok", "serve", "eventually"))
+
+ServeLocal = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+@pytest.fixture(scope="session")
+def tiny_versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[VersionRef, VersionRef]:
+    """Two random models of one architecture: fake@0 and fake@1."""
+    root = tmp_path_factory.mktemp("weights")
+    for number in (0, 1):
+        model_dir = tiny_model_dir(root / f"model{number}", seed=number)
+        write_version(
+            root,
+            weights_version=f"fake@{number}",
+            model=load_model(model_dir),
+            tokenizer_file=model_dir / "tokenizer.json",
+            parent=None,
+            run_id=None,
+            golden_prompts=[list(range(10, 30))],
+        )
+    old, new = (
+        VersionRef(weights_version=name, path=str(version_path(root, name)))
+        for name in ("fake@0", "fake@1")
+    )
+    return old, new
+
+
+@pytest.fixture
+def serve_local(tiny_versions: tuple[VersionRef, VersionRef]) -> ServeLocal:
+    """A tiny random model behind the whole API, as "fake"."""
+    api = _api_fixtures()
+
+    @asynccontextmanager
+    async def serve_local(**sections: Any) -> AsyncIterator[Any]:
+        version = tiny_versions[0]
+        tok = ChatTokenizer.load(Path(version.path) / "serving")
+        engine = LocalEngine.start(
+            version,
+            settings=EngineSettings(num_slots=8, max_model_len=512, prefill_chunk_tokens=64),
+            tokenizer=tok,
+        )
+        settings = Settings(**{"model": {"model_id": "fake"}, **sections})
+        journal = api.Kept()
+        try:
+            async with (
+                api.running(create_app(engine, journal, settings, tok)) as url,
+                httpx.AsyncClient(verify=False) as http,
+            ):
+                client = AsyncOpenAI(
+                    base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=http
+                )
+                world = api.World(engine, journal, url, client, settings)
+                world.engine.tok = tok
+                yield world
+        finally:
+            await engine.close()
+
+    return serve_local
+
 
 TOOL: dict[str, Any] = {
     "type": "function",

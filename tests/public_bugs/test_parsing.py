@@ -118,9 +118,7 @@ async def test_a_call_cut_by_length_is_reported_as_cut(
             assert whole.finish == "length"
 
 
-@pytest.mark.parametrize(
-    "arguments", ['{"x": "ab', '{"x": }', '{"x": 1', '{"x": NaN}', '{"x": 1]']
-)
+@pytest.mark.parametrize("arguments", ['{"x": "ab', '{"x": }', '{"x": 1', '{"x": NaN}', '{"x": 1]'])
 async def test_a_call_that_nobody_can_read_is_not_reported_as_one_to_carry_out(
     serve: Any, ask: Any, tools: Any, arguments: str
 ) -> None:
