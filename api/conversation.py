@@ -28,12 +28,7 @@ def to_messages(request: ChatRequest) -> tuple[ChatMessage, ...]:
 
 def to_tools(request: ChatRequest) -> tuple[dict[str, object], ...]:
     """Flat name, description, parameters as M1's guide has them; none when calls are not wanted."""
-    choice = request.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise RequestError(
-            f"tool_choice {choice!r} is not supported; use 'auto' or 'none'", param="tool_choice"
-        )
-    if choice == "none":
+    if request.tool_choice == "none":
         return ()
     return tuple(_to_tool(tool, f"tools[{n}]") for n, tool in enumerate(request.tools or ()))
 

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from m1serve.api.constraints import to_grammar
 from m1serve.api.conversation import to_messages, to_tools
 from m1serve.api.defaults import AnswerDefaults
 from m1serve.api.identity import Caller, Labels, labels
@@ -26,7 +27,7 @@ from m1serve.chat.chain import Chain, chain_of
 from m1serve.chat.history import HistoryMatch
 from m1serve.chat.messages import ChatMessage
 from m1serve.chat.template import RenderedPrompt, encode_prompt
-from m1serve.types import GenerateRequest, HistoryRule
+from m1serve.types import GenerateRequest, Grammar, HistoryRule
 
 STREAM_DELTA_INTERVAL_S = 0.02
 
@@ -82,6 +83,7 @@ def prepare(
     refuse_unsupported(request, serving.settings.serve.max_n)
     asked = labels(headers, request.metadata or {}, is_stored=request.store is not False)
     messages, tools = to_messages(request), to_tools(request)
+    grammar = to_grammar(request, serving.engine.capabilities)
     chain = chain_of(caller.tenant_id, request.model, messages, tools)
     question = Question(
         asker=asker_of(request, caller, asked),
@@ -108,7 +110,7 @@ def prepare(
         history_rule=defaults.history,
         system_end=match.prompt.system_end,
         generate=engine_request(
-            serving, request, match.prompt, caller=caller, request_id=request_id
+            serving, request, match.prompt, caller=caller, request_id=request_id, grammar=grammar
         ),
     )
 
@@ -140,6 +142,7 @@ def engine_request(
     *,
     caller: Caller,
     request_id: str,
+    grammar: Grammar | None = None,
 ) -> GenerateRequest:
     """Raises RequestError for what the model has no room for or the engine cannot do."""
     capabilities, defaults = serving.engine.capabilities, serving.defaults_of(request.model)
@@ -155,6 +158,7 @@ def engine_request(
         top_logprobs=to_top_logprobs(request, capabilities),
         prompt_logprobs=request.scores_prompt,
         stop_strings=to_stop_strings(request),
+        grammar=grammar,
         cache_salt=caller.cache_salt,
         snapshot_at=(system_end,) if 0 < system_end < len(ids) else (),
         min_delta_interval_s=STREAM_DELTA_INTERVAL_S if request.stream else math.inf,

@@ -91,16 +91,6 @@ def refuse_large_n(n: int, max_n: int) -> None:
 def refuse_unsupported(request: ChatRequest, max_n: int) -> None:
     """OpenAI features that would change the answer and that this server does not have."""
     refuse_large_n(request.n or 1, max_n)
-    if request.response_format is not None and request.response_format.type != "text":
-        raise RequestError(
-            f"response_format {request.response_format.type!r} is not supported; only 'text' is",
-            param="response_format",
-        )
-    if request.parallel_tool_calls is False:
-        raise RequestError(
-            "parallel_tool_calls: false is not supported; leave it out and use the first call",
-            param="parallel_tool_calls",
-        )
     if request.modalities not in (None, ["text"]):
         raise RequestError(f"modalities {request.modalities} are not text", param="modalities")
     for name in ("functions", "function_call", "audio", "web_search_options"):

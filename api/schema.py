@@ -54,6 +54,7 @@ class FunctionSpec(_Lenient):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(_Lenient):
@@ -64,6 +65,7 @@ class Tool(_Lenient):
     name: str | None = Field(default=None, min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class StreamOptions(_Lenient):
@@ -74,8 +76,16 @@ class StreamOptions(_Lenient):
     """Taken and not done: usage comes once, in the last chunk."""
 
 
+class NamedSchema(_Lenient):
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
 class ResponseFormat(_Lenient):
     type: str
+    json_schema: NamedSchema | None = None
 
 
 class GenerationFields(_Lenient):

@@ -139,6 +139,8 @@ class Grammar:
 
     text: str
     """In llguidance's dialect of Lark; m1serve.chat.grammar writes it."""
+    fallback: str | None = None
+    """Taken when `text` does not compile: what was promised, where `text` tries for more."""
     start: GrammarStart = GrammarStart.REPLY
     param: str = "response_format"
     """The request's field to name when it does not compile."""

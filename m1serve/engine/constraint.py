@@ -16,7 +16,7 @@ from m1serve.engine.tag_tokens import TagTokens, num_matched
 from m1serve.types import GenerateRequest, GrammarStart
 
 _THINK, _THINK_END, _CALLS = THINK.encode(), THINK_END.encode(), CALLS.encode()
-_TAIL_TOKENS = 8
+_TAIL_TOKENS = 16
 """Of the prompt: it may have opened the think block."""
 
 
@@ -62,9 +62,11 @@ class Constraint:
         return mask
 
     def allows(self, token_id: int) -> bool:
-        """As `mask` has it."""
+        """As `mask` has it, or as another spelling of what the mask allows one spelling of."""
         mask = self.mask()
-        return mask is None or bool(mask[token_id >> 3] >> (token_id & 7) & 1)
+        if mask is None or mask[token_id >> 3] >> (token_id & 7) & 1:
+            return True
+        return self._fits and self._matcher.validate_tokens([token_id]) == 1
 
     @property
     def is_thinking(self) -> bool:

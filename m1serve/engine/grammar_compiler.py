@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -41,6 +42,7 @@ LIMITS = LLParserLimits(
 NewConstraint = Callable[[], Constraint | None]
 Compiled = LLMatcher | RequestError
 _PLACE = re.compile(r"^at (\d+)\(\d+\): ")
+_TAG = re.compile("(" + "|".join(map(re.escape, TAGS)) + ")")
 _EXCERPT = re.compile(r"^\s*\d+ \| ")
 
 
@@ -116,22 +118,26 @@ class GrammarCompiler:
         found = self._find(grammar)
         if found is not None:
             return found
-        if len(grammar.text) > MAX_TEXT_BYTES:
-            return _refusal(
-                grammar, f"it has {len(grammar.text)} characters; at most {MAX_TEXT_BYTES}"
-            )
         if self._vocabulary is None:
             self._vocabulary = LLTokenizer(TokenizerWrapper(_Pieces(self._tokenizer)))
             anything = LLMatcher(self._vocabulary, LLMatcher.grammar_from_regex("a"), log_level=0)
             self._tags = TagTokens(self._tokenizer, num_bytes=len(anything.compute_bitmask()))
-        text = LLMatcher.grammar_from_lark(grammar.text)
-        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            # some contradictions show only when the first token is asked for
-            matcher.compute_bitmask()
-        found = _refused(grammar, matcher.get_error()) if matcher.is_error() else matcher
+        found = _matcher(self._vocabulary, grammar)
+        if isinstance(found, RequestError) and grammar.fallback is not None:
+            found = _matcher(self._vocabulary, replace(grammar, text=grammar.fallback))
         self._keep(grammar, found)
         return found
+
+
+def _matcher(vocabulary: LLTokenizer, grammar: Grammar) -> Compiled:
+    if len(grammar.text) > MAX_TEXT_BYTES:
+        return _refusal(grammar, f"it has {len(grammar.text)} characters; at most {MAX_TEXT_BYTES}")
+    text = LLMatcher.grammar_from_lark(grammar.text)
+    matcher = LLMatcher(vocabulary, text, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        # some contradictions show only when the first token is asked for
+        matcher.compute_bitmask()
+    return _refused(grammar, matcher.get_error()) if matcher.is_error() else matcher
 
 
 def no_constraint() -> None:
@@ -189,9 +195,14 @@ class _Pieces:
         self.special_token_ids = [t["id"] for t in added if t["content"] not in TAGS]
 
     def __call__(self, text: str | bytes) -> list[int]:
+        """How the model itself would spell what a grammar leaves no choice about: with its tags."""
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
-        return self._tokenizer.encode_text(text)
+        ids: list[int] = []
+        for part in _TAG.split(text):
+            tag = self._tokenizer.control_ids.get(part) if part in TAGS else None
+            ids += self._tokenizer.encode_text(part) if tag is None else [tag]
+        return ids
 
 
 def _refused(grammar: Grammar, message: str) -> RequestError:

@@ -39,7 +39,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "top logprobs alone": ({"top_logprobs": 2}, "top_logprobs"),
     "forced tools": ({"tool_choice": "required"}, "tool_choice"),
     "json mode": ({"response_format": {"type": "json_object"}}, "response_format"),
-    "one call only": ({"parallel_tool_calls": False}, "parallel_tool_calls"),
     "old functions": ({"functions": [{"name": "f"}]}, "functions"),
     "audio": ({"modalities": ["text", "audio"]}, "modalities"),
     "a penalty that divides by nothing": ({"repetition_penalty": 1e-300}, "repetition_penalty"),
