@@ -1,0 +1,5 @@
+"""litellm's provider `openai`."""
+
+from read_litellm import run_provider
+
+run_provider("openai")
