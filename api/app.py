@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from m1serve import __version__
 from m1serve.api.defaults import answer_defaults
@@ -27,6 +28,11 @@ from m1serve.config import Settings
 from m1serve.engine.base import Engine
 from m1serve.metrics import Metrics
 from m1serve.store import Store
+
+SHOWN_TO_BROWSERS = (
+    *("x-request-id", "retry-after", "x-should-retry"),
+    *("x-m1-session-id", "x-m1-turn-id", "x-m1-weights-version"),
+)
 
 
 def create_app(
@@ -66,6 +72,14 @@ def create_app(
     add_error_handlers(app)
     app.add_middleware(SessionPath)
     app.add_middleware(RequestLog, metrics=serving.metrics, is_behind_proxy=is_behind_proxy)
+    if origins := settings.serve.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=list(SHOWN_TO_BROWSERS),
+        )
     return app
 
 

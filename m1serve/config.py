@@ -112,6 +112,9 @@ class ServeSettings(_Section):
     keys: tuple[KeySettings, ...] = ()
     admin_key: str | None = None
     """sha256 hex of the admin key; None leaves the admin port open (loopback only)."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages that browsers may let call this API, like "https://chat.example.org"; "*" is all.
+    Empty is none: without keys any page a user opens could."""
     max_n: int = Field(default=64, ge=1)
     keep_alive_s: float = Field(default=10.0, gt=0)
     """Silence after which a comment, or a space before a body, is sent: clients drop a connection

@@ -105,3 +105,51 @@ async def test_the_openapi_page_knows_the_request(serve: Any) -> None:
         page = (await http.get(f"{world.url}/openapi.json")).json()
     body = page["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     assert "messages" in body["content"]["application/json"]["schema"]["properties"]
+
+
+async def test_what_is_not_here_is_told_in_openais_shape(serve: Any) -> None:
+    async with serve() as world, httpx.AsyncClient(verify=False) as http:
+        for method, path, status in (
+            ("POST", "/v1/embeddings", 404),
+            ("POST", "/v1/responses", 404),
+            ("GET", "/v1/responses/resp_1", 404),
+            ("GET", "/", 404),
+            ("GET", "/v1", 404),
+            ("GET", "/v1/completions", 405),
+            ("DELETE", "/v1/models/fake", 405),
+            ("OPTIONS", "/v1/chat/completions", 405),
+        ):
+            answer = await http.request(method, world.url + path)
+            assert (path, answer.status_code) == (path, status)
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["type"] == "invalid_request_error"
+            assert path in error["message"]
+            assert "access-control-allow-origin" not in answer.headers
+
+
+PAGE = "https://chat.example.org"
+PREFLIGHT = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-m1-session-id",
+}
+
+
+@pytest.mark.parametrize("origins", [[PAGE], ["*"]])
+async def test_pages_that_are_named_may_call(serve: Any, origins: list[str]) -> None:
+    async with serve(serve={"cors_origins": origins}) as world:
+        url = f"{world.url}/v1/chat/completions"
+        async with httpx.AsyncClient(verify=False) as http:
+            asked = await http.options(url, headers=PREFLIGHT)
+            body = {"model": "fake", "messages": HI, "stream": True}
+            answer = await http.post(url, json=body, headers={"origin": PAGE})
+            refused = await http.post(url, json={}, headers={"origin": PAGE})
+            other = await http.post(url, json=body, headers={"origin": "https://evil.example"})
+    assert asked.status_code == 200
+    assert "x-m1-session-id" in asked.headers["access-control-allow-headers"]
+    assert refused.status_code == 400
+    for allowed in (asked, answer, refused):
+        assert allowed.headers["access-control-allow-origin"] in (PAGE, "*")
+    assert "x-m1-turn-id" in answer.headers["access-control-expose-headers"]
+    assert ("access-control-allow-origin" in other.headers) == (origins == ["*"])
