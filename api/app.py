@@ -14,6 +14,7 @@ from m1serve.api.defaults import answer_defaults
 from m1serve.api.errors import add_error_handlers
 from m1serve.api.keys import KeyRing
 from m1serve.api.ledger_reader import LedgerReader
+from m1serve.api.openapi import openapi_page
 from m1serve.api.request_log import RequestLog
 from m1serve.api.route_chat import chat_router
 from m1serve.api.route_completions import completions_router
@@ -70,6 +71,7 @@ def create_app(
     app.include_router(feedback_router(serving))
     app.include_router(models_router(serving))
     add_error_handlers(app)
+    app.openapi = openapi_page(app)  # type: ignore[method-assign]
     app.add_middleware(SessionPath)
     app.add_middleware(RequestLog, metrics=serving.metrics, is_behind_proxy=is_behind_proxy)
     if origins := settings.serve.cors_origins:

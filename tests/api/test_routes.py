@@ -1,6 +1,8 @@
 """Models, health, metrics, keys and request ids."""
 
 import hashlib
+import json
+import re
 from typing import Any
 
 import httpx
@@ -103,8 +105,14 @@ async def test_every_response_has_its_own_request_id(serve: Any) -> None:
 async def test_the_openapi_page_knows_the_request(serve: Any) -> None:
     async with serve() as world, httpx.AsyncClient(verify=False) as http:
         page = (await http.get(f"{world.url}/openapi.json")).json()
-    body = page["paths"]["/v1/chat/completions"]["post"]["requestBody"]
-    assert "messages" in body["content"]["application/json"]["schema"]["properties"]
+    for path, field in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):
+        operation = page["paths"][path]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert field in schema["properties"]
+        assert set(operation["responses"]) == {"200", "default"}
+    text = json.dumps(page)
+    for reference in re.findall(r'"\$ref": "([^"]*)"', text):
+        assert reference.removeprefix("#/components/schemas/") in page["components"]["schemas"]
 
 
 async def test_what_is_not_here_is_told_in_openais_shape(serve: Any) -> None:
