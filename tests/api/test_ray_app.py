@@ -62,6 +62,7 @@ async def test_requests_pass_through_ray_and_sigterm_ends_it(tmp_path: Path) -> 
             body: dict[str, Any] = {"model": "nano", "messages": HI, "max_tokens": 60}
             whole = await http.post("/v1/chat/completions", json=body)
             streamed = await http.post("/v1/chat/completions", json={**body, "stream": True})
+            second = await http.post("/v1/chat/completions", json=second_turn(body))
             gone = {**body, "stream": True, "max_tokens": 1000}
             async with http.stream("POST", "/v1/chat/completions", json=gone) as answer:
                 await answer.aiter_bytes().__anext__()
@@ -74,14 +75,28 @@ async def test_requests_pass_through_ray_and_sigterm_ends_it(tmp_path: Path) -> 
     events = [line for line in streamed.text.splitlines() if line.startswith("data: {")]
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in events]
     assert "".join(delta.get("content", "") for delta in deltas) == content
+    assert second.json()["choices"][0]["message"]["content"] == content
     assert len(whole.headers["x-request-id"].split(",")) == 1
     assert health["running"] == 0
     assert code == 0
     entries = list(JournalReader(tmp_path / "home" / "journal").read_new({}))
     turns = [entry.record for entry in entries if isinstance(entry.record, TurnRecord)]
     sent = [entry.record.turn_ids for entry in entries if isinstance(entry.record, TurnsDelivered)]
-    assert [turn.stop for turn in turns] == ["length", "length", "abort"]
-    assert sent == [(turn.turn_id,) for turn in turns[:2]]
+    assert [turn.stop for turn in turns] == ["length", "length", "length", "abort"]
+    assert sent == [(turn.turn_id,) for turn in turns[:3]]
+
+
+def second_turn(body: dict[str, Any]) -> dict[str, Any]:
+    """Calls in the history: ray-project/ray#60291, lists that could be read only once."""
+    function = {"name": "look", "arguments": '{"x": 1}'}
+    calls = [{"id": "c1", "type": "function", "function": function}]
+    history = [
+        *body["messages"],
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "found"}]},
+    ]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    return {**body, "messages": history, "tools": tools}
 
 
 def free_port() -> int:

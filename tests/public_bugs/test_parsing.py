@@ -5,6 +5,10 @@ from typing import Any
 
 import pytest
 
+from m1serve.config import EngineSettings
+from m1serve.engine.script import ScriptedReply
+from m1serve.engine.scripted import ScriptedEngine
+
 STEPS = (1, 2, 5, 1000)
 
 
@@ -111,7 +115,7 @@ async def test_a_call_cut_by_length_is_reported_as_cut(
     """A16: vllm-project/vllm#58228, #46303; ai-dynamo/dynamo#13791."""
     async with serve(call_text(("look", {"x": "abc"}))) as world:
         num_tokens = (await ask(world, tools=tools)).usage.completion_tokens
-        for max_tokens in range(1, num_tokens):
+        for max_tokens in range(1, num_tokens, 4):
             whole = await ask(world, tools=tools, max_tokens=max_tokens)
             streamed = await ask(world, stream=True, tools=tools, max_tokens=max_tokens)
             assert whole.message == streamed.message
@@ -164,3 +168,49 @@ async def test_reasoning_has_its_field_and_is_read_back_under_both_names(
         prompts = [request.prompt_ids for request in world.engine.requests[-2:]]
     assert told.message == ("Hi", "hm", [], "stop")
     assert prompts[0] == prompts[1]
+
+
+NAMED: Any = {"type": "function", "function": {"name": "look"}}
+SCHEMA: Any = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "answer",
+        "schema": {
+            "type": "object",
+            "properties": {"x": {"type": "integer"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def scripted(tok: Any, text: str) -> ScriptedEngine:
+    return ScriptedEngine(
+        lambda request: ScriptedReply(text=text),
+        tokenizer=tok,
+        settings=EngineSettings(kind="scripted"),
+    )
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_forced_call_is_made_behind_free_thinking(
+    serve: Any, ask: Any, tok: Any, tools: Any, call_text: Any, choice: Any, is_stream: bool
+) -> None:
+    """A13: ai-dynamo/dynamo#11554. A15: vllm-project/vllm#25054, #9209, #49496."""
+    thought = '<think>\n{"name": "look"}?\n</think>\n'
+    async with serve(over=scripted(tok, thought + call_text(("look", {})))) as world:
+        told = await ask(world, stream=is_stream, tools=tools, tool_choice=choice)
+    assert told.message == ("", '{"name": "look"}?', [("look", "{}")], "tool_calls")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_schema_binds_what_follows_the_thinking(
+    serve: Any, ask: Any, tok: Any, is_stream: bool
+) -> None:
+    """A17: ddalcu/mlx-serve#331; vllm-project/vllm#44012, #50948; ggml-org/llama.cpp#12276."""
+    reply = '<think>\nIs it {"x": "no number"}?\n</think>\n{"x": 7}'
+    async with serve(over=scripted(tok, reply)) as world:
+        told = await ask(world, stream=is_stream, response_format=SCHEMA)
+    assert told.message == ('{"x": 7}', 'Is it {"x": "no number"}?', [], "stop")
