@@ -59,7 +59,9 @@ class Ingress:
         self._tokenizer = await asyncio.to_thread(
             _served_tokenizer, settings, self._engine.weights_version
         )
-        self._journal = JournalWriter(settings.journal_dir)
+        self._journal = JournalWriter(
+            settings.journal_dir, max_bytes=settings.serve.journal_max_bytes
+        )
         self._closing.push_async_callback(asyncio.to_thread, self._journal.close)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -58,7 +58,7 @@ async def serve_in_process(settings: Settings) -> None:
     sockets = [listen(bound.host, port) for port in (bound.port, bound.admin_port)]
     with options.open_store(settings) as store:
         engine = start_best_engine(store, settings)
-        journal = JournalWriter(settings.journal_dir)
+        journal = JournalWriter(settings.journal_dir, max_bytes=bound.journal_max_bytes)
         metrics = Metrics()
         tokenizer = served_tokenizer(store, engine.weights_version)
         watcher = VersionWatcher(

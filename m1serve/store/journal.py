@@ -2,10 +2,10 @@
 back.
 
 `append` only queues. One thread encodes and writes, after which a killed process has lost nothing;
-another syncs, after which a power failure costs nothing either. When the disk refuses, records are
-dropped and counted, serving goes on, and the sessions that lost a turn are marked as soon as
-writing works again. When a thread ends by an error nobody foresaw, the journal is dead: it takes no
-record any more and says so.
+another syncs, after which a power failure costs nothing either. When the disk refuses, or the
+journal holds as much as it may, records are dropped and counted, serving goes on, and the sessions
+that lost a turn are marked as soon as the disk takes it. When a thread ends by an error nobody
+foresaw, the journal is dead: it takes no record any more and says so.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ from struct import error as struct_error
 from m1serve.errors import StoreError
 from m1serve.store.codec import encode_record
 from m1serve.store.journal_reader import Cursor, JournalReader
-from m1serve.store.records import JournalEntry, JournalRecord, SessionEnded, TurnRecord
+from m1serve.store.journal_room import JournalRoom
+from m1serve.store.lost_sessions import REASON_LOST, LostSessions, Reserve, is_mark
+from m1serve.store.records import JournalEntry, JournalRecord
 from m1serve.store.segment_file import SegmentFile
-from m1serve.store.segments import frame, lock_writer, segment_path, sync_dir
+from m1serve.store.segments import MAGIC, create_writer_dir, frame, segment_path
 
 __all__ = ["REASON_LOST", "Cursor", "JournalReader", "JournalWriter"]
-
-REASON_LOST = "lost"
-"""SessionEnded with this reason ends nothing: it says that a turn of the session could not be
-written.
-"""
 
 _BATCH_RECORDS = 64
 """Whoever waits for the first of a batch waits for all of it."""
 _MAX_UNSYNCED_BATCHES = 1024
-_MAX_LOST_SESSIONS = 100_000
+_MARK_AGAIN_S = 1.0
+"""How often a disk that refuses is asked for room for the marks of lost turns."""
 _log = logging.getLogger(__name__)
 
 
@@ -51,12 +49,13 @@ class JournalWriter:
         *,
         writer_id: str | None = None,
         segment_bytes: int = 64 * 2**20,
+        max_bytes: int | None = None,
         max_queued: int = 65_536,
         write: Callable[[int, memoryview], int] = os.write,
     ) -> None:
         self.writer = writer_id or uuid.uuid4().hex
         self._directory = directory / self.writer
-        self._lock_fd = _create_writer_dir(directory, self.writer)
+        self._lock_fd = create_writer_dir(directory, self.writer)
         self._segment_bytes = segment_bytes
         self._max_queued = max_queued
         self._write_bytes = write
@@ -68,7 +67,9 @@ class JournalWriter:
         self._seq_lock = threading.Lock()
         self._next_seq = 0
         self._segment: SegmentFile | None = None
-        self._lost: set[tuple[str, str]] = set()
+        self._room = JournalRoom(max_bytes)
+        self._reserve = Reserve(self._directory)
+        self._lost = LostSessions()
         self._drop_lock = threading.Lock()
         self._is_closed = self._has_died = False
         self._num_dropped = 0
@@ -183,6 +184,11 @@ class JournalWriter:
                 except RuntimeError as error:
                     # its event loop was closed meanwhile; the journal goes on
                     _log.warning("journal %s: nobody waits any more: %s", self.writer, error)
+        # nobody appends any more: what is queued from here on are marks
+        self._report_lost()
+        self._queue.put(None)
+        if marks := self._collect()[0]:
+            self._write(marks)
         self._leave_segment()
 
     def _sync_all(self) -> None:
@@ -192,7 +198,11 @@ class JournalWriter:
     def _collect(self) -> tuple[list[JournalEntry], list[Callable[[], None]], bool]:
         batch: list[JournalEntry] = []
         callbacks: list[Callable[[], None]] = []
-        item = self._queue.get()
+        try:
+            item = self._queue.get(timeout=_MARK_AGAIN_S if self._lost else None)
+        except queue.Empty:
+            self._report_lost()
+            return batch, callbacks, True
         while True:
             if item is None:
                 return batch, callbacks, False
@@ -208,12 +218,8 @@ class JournalWriter:
                 return batch, callbacks, True
 
     def _write(self, batch: list[JournalEntry]) -> None:
-        frames = []
-        for entry in batch:
-            try:
-                frames.append(frame(entry.seq, encode_record(entry.record)))
-            except (StoreError, ValueError, OverflowError, struct_error) as error:
-                self._drop([entry], f"it cannot be encoded: {error}")
+        framed = self._with_room(self._framed(batch))
+        kept = [entry for entry, _ in framed]
         if self._segment is not None and self._segment.is_broken:
             self._leave_segment()
         try:
@@ -221,23 +227,48 @@ class JournalWriter:
                 self._segment = SegmentFile.create(
                     segment_path(self._directory, batch[0].seq), self._write_bytes
                 )
-            self._segment.append(b"".join(frames))
+            self._segment.append(b"".join(data for _, data in framed))
         except OSError as error:
-            self._drop(batch, f"{self._directory} cannot be written: {error}")
+            self._drop(kept, f"{self._directory} cannot be written: {error}")
             if self._segment is not None:
                 self._segment.cut_back()
                 self._leave_segment()
+            if self._reserve.release(error):
+                self._report_lost()
             return
-        self._later.put(partial(self._sync, self._segment, batch))
+        self._later.put(partial(self._sync, self._segment, kept))
         if self._segment.num_bytes >= self._segment_bytes:
             self._leave_segment()
-        if self._lost and not self._is_closed:
-            self._report_lost()
+        self._reserve.keep()
+        self._report_lost()
+
+    def _framed(self, batch: list[JournalEntry]) -> list[tuple[JournalEntry, bytes]]:
+        framed = []
+        for entry in batch:
+            try:
+                framed.append((entry, frame(entry.seq, encode_record(entry.record))))
+            except (StoreError, ValueError, OverflowError, struct_error) as error:
+                self._drop([entry], f"it cannot be encoded: {error}")
+        return framed
+
+    def _with_room(
+        self, framed: list[tuple[JournalEntry, bytes]]
+    ) -> list[tuple[JournalEntry, bytes]]:
+        num_open = self._segment.num_bytes if self._segment is not None else 0
+        fitting, refused = self._room.split(framed, num_open)
+        if refused:
+            why = f"{self._directory} holds as much as it may; is the sidecar running?"
+            self._drop(refused, why)
+            if num_open > len(MAGIC):
+                # a reader deletes what has a successor
+                self._leave_segment()
+        return fitting
 
     def _leave_segment(self) -> None:
         """The next batch opens another one."""
         segment, self._segment = self._segment, None
         if segment is not None:
+            self._room.leave(segment.path, segment.num_bytes)
             self._later.put(segment.close)
 
     def _sync(self, segment: SegmentFile, batch: list[JournalEntry]) -> None:
@@ -248,45 +279,22 @@ class JournalWriter:
             self._drop(batch, f"{self._directory} cannot be synced: {error}")
 
     def _drop(self, entries: list[JournalEntry], why: str) -> None:
+        self._lost.note(entries)
+        # marks are written later, however often that fails
+        num = sum(not is_mark(entry.record) for entry in entries)
+        if num == 0:
+            return
         with self._drop_lock:
-            self._num_dropped += len(entries)
-            for entry in entries:
-                record = entry.record
-                is_gap = isinstance(record, TurnRecord) or (
-                    isinstance(record, SessionEnded) and record.reason == REASON_LOST
-                )
-                if is_gap and len(self._lost) < _MAX_LOST_SESSIONS:
-                    self._lost.add((record.tenant_id, record.session_id or ""))
+            self._num_dropped += num
         _log.error(
             "journal %s: %d records dropped (%d in all): %s",
             self.writer,
-            len(entries),
+            num,
             self._num_dropped,
             why,
         )
 
     def _report_lost(self) -> None:
-        with self._drop_lock:
-            lost, self._lost = self._lost, set()
-        for tenant_id, session_id in sorted(lost):
-            self._enqueue(
-                SessionEnded(
-                    session_id=session_id, tenant_id=tenant_id, at=time.time(), reason=REASON_LOST
-                )
-            )
-
-
-def _create_writer_dir(directory: Path, writer: str) -> int:
-    # locked before it appears under its name: a reader never takes a starting writer for a dead one
-    aside = directory / f".{writer}"
-    try:
-        aside.mkdir(parents=True)
-        descriptor = lock_writer(aside)
-        aside.rename(directory / writer)
-        sync_dir(directory)
-    except OSError as error:
-        raise StoreError(
-            f"cannot start a journal in {directory / writer}: {error}; "
-            "the directory must be writable and the writer id unused"
-        ) from error
-    return descriptor
+        """Behind what is queued: numbers ascend in a journal."""
+        for mark in self._lost.take() if self._lost else ():
+            self._enqueue(mark)

@@ -18,7 +18,7 @@ class SegmentFile:
     def __init__(
         self, path: Path, descriptor: int, write: Callable[[int, memoryview], int]
     ) -> None:
-        self._path = path
+        self.path = path
         self._fd = descriptor
         self._write = write
         self.num_bytes = 0
@@ -52,15 +52,15 @@ class SegmentFile:
         """To whole frames, after a write that failed half-way."""
         try:
             if self.num_bytes <= len(MAGIC):
-                self._path.unlink(missing_ok=True)
+                self.path.unlink(missing_ok=True)
             else:
                 os.ftruncate(self._fd, self.num_bytes)
         except OSError as error:
-            _log.error("journal segment %s keeps a torn tail: %s", self._path, error)
+            _log.error("journal segment %s keeps a torn tail: %s", self.path, error)
 
     def close(self) -> None:
         """What is in it was synced before, or counted as dropped."""
         try:
             os.close(self._fd)
         except OSError as error:
-            _log.warning("journal segment %s not closed cleanly: %s", self._path, error)
+            _log.warning("journal segment %s not closed cleanly: %s", self.path, error)

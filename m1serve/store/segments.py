@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from m1serve.errors import StoreError
+
 MAGIC = b"M1JRNL1\n"
 _HEAD = struct.Struct("<IIQ")
 _SEQ = struct.Struct("<Q")
@@ -115,3 +117,19 @@ def sync_dir(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def create_writer_dir(directory: Path, writer: str) -> int:
+    # locked before it appears under its name: a reader never takes a starting writer for a dead one
+    aside = directory / f".{writer}"
+    try:
+        aside.mkdir(parents=True)
+        descriptor = lock_writer(aside)
+        aside.rename(directory / writer)
+        sync_dir(directory)
+    except OSError as error:
+        raise StoreError(
+            f"cannot start a journal in {directory / writer}: {error}; "
+            "the directory must be writable and the writer id unused"
+        ) from error
+    return descriptor

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from starlette.types import ASGIApp
 
 from m1serve.api import create_app
+from m1serve.api.serving import Journal
 from m1serve.chat.byte_tokenizer import byte_tokenizer
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import Settings
@@ -260,15 +261,16 @@ def serve(tok: ChatTokenizer) -> Serve:
         tok: ChatTokenizer = tok,
         open_store: Callable[[], Store] | None = None,
         over: Any = None,
+        into: Journal | None = None,
         **sections: object,
     ) -> AsyncIterator[World]:
         settings = Settings(
             **{"model": {"model_id": "fake", "aliases": ["m1/alias"]}, **sections}  # type: ignore[arg-type]
         )
-        engine, journal = over or FakeEngine(tok, *replies), Kept()
+        engine, kept = over or FakeEngine(tok, *replies), Kept()
         app = create_app(
             engine,
-            journal,
+            into or kept,
             settings,
             tok,
             is_behind_proxy=is_behind_proxy,
@@ -280,6 +282,6 @@ def serve(tok: ChatTokenizer) -> Serve:
             httpx.AsyncClient(verify=False) as http,
         ):
             client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=http)
-            yield World(engine, journal, url, client, settings)
+            yield World(engine, kept, url, client, settings)
 
     return serve
