@@ -303,3 +303,38 @@ def test_a_database_that_is_away_is_waited_for(store: Store, journal: Path, reco
     stop.set()
     thread.join(timeout=30)
     assert store.ledger.count_turns() == 1
+
+
+def test_a_database_away_for_minutes_costs_no_turn_and_keeps_nobody_waiting(
+    store: Store, journal: Path, recorder: Any
+) -> None:
+    """As many attempts as fail in five minutes, while the journal goes on over many segments."""
+    outage = Outage(store)
+    stop = threading.Event()
+    sidecar = Sidecar(outage, journal)  # type: ignore[arg-type]
+    thread = threading.Thread(
+        target=sidecar.run, args=(stop,), kwargs={"poll_s": 0.001, "retry_s": 0.001}
+    )
+    thread.start()
+    turns = []
+    with contextlib.closing(JournalWriter(journal, segment_bytes=2_000)) as source:
+        while outage.num_refused < 150 or len(turns) < 150:
+            name = f"s{len(turns)}"
+            turns.append(recorder.turn((1, len(turns)), (2,), session_id=name))
+            source.append(turns[-1])
+            source.append(recorder.end(name))
+            source.flush()
+        assert source.dropped == 0
+        assert store.ledger.count_turns() == 0
+        assert len(segments_of(journal / source.writer)) > 5
+        outage.is_down = False
+        while store.ledger.count_turns() < len(turns):
+            assert thread.is_alive()
+            time.sleep(0.01)
+    stop.set()
+    thread.join(timeout=30)
+    for turn in turns[:: len(turns) // 10]:
+        assert store.ledger.turn(turn.turn_id) == turn
+    assert store.ledger.count_trajectories() == {"pending": len(turns)}
+    assert store.jobs.counts() == {"queued": len(turns)}
+    assert not any(journal.iterdir())
