@@ -70,8 +70,8 @@ def _texts(message: Message, where: str) -> list[str]:
         text = part.text if part.type == "text" else part.refusal
         if text is None:
             raise RequestError(
-                f"{where}.content[{place}] has type {part.type!r}; this model reads text only: "
-                'send {"type": "text", "text": ...}',
+                f"{where}.content[{place}] has no text (type {part.type[:80]!r}); this model "
+                'reads text only: send {"type": "text", "text": ...}',
                 param=f"{where}.content[{place}]",
             )
         texts.append(text)

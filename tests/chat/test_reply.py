@@ -384,3 +384,29 @@ def test_a_turn_is_read_from_its_ids(tok: ChatTokenizer) -> None:
 )
 def test_reasoning_tokens_are_counted_exactly(tok: ChatTokenizer, text: str, num: int) -> None:
     assert count_reasoning_tokens(tok, tok.encode_control(text)) == num
+
+
+ENDLESS = {
+    "reasoning": ("<think>\n", "word "),
+    "content": ("", "word "),
+    "a name": ('<tool_calls>\n{"name": "', "word "),
+    "arguments": ('<tool_calls>\n{"name": "f", "arguments": {"x": "', "word "),
+    "arguments before a name": ('<tool_calls>\n{"arguments": {"x": "', "word "),
+    "members behind arguments": ('<tool_calls>\n{"name": "f", "arguments": {}, "x": "', "word "),
+    "whitespace": ("x", "\n"),
+    "whitespace first": ("", " "),
+    "junk in a block": ("<tool_calls>\n", "f(x) "),
+    "beginnings of tags": ("", "<tool_calls"),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_was_read_is_not_read_again(name: str) -> None:
+    """Costs are linear: no more than a tag's length is looked at twice."""
+    head, filler = ENDLESS[name]
+    parser = ReplyParser()
+    parser.push(head)
+    for _ in range(50):
+        parser.push(filler)
+        assert len(parser._text) - parser._at <= len("</tool_calls>")
+    parser.finish()

@@ -46,3 +46,36 @@ def test_every_chunking_gives_the_same(strings: list[str], text: str) -> None:
     whole = run(strings, [text])
     assert whole == run(strings, list(text))
     assert not any(string in whole[0] for string in strings)
+
+
+@given(
+    strings=st.lists(alphabet, min_size=1, max_size=4),
+    pieces=st.lists(st.text(alphabet="abc", max_size=5), max_size=12),
+)
+def test_it_shows_what_cannot_be_the_beginning_of_a_stop_string_at_once(
+    strings: list[str], pieces: list[str]
+) -> None:
+    """Beside a plain search of the whole text so far."""
+    matcher, text, shown = StopMatcher(strings), "", ""
+    for piece in pieces:
+        text += piece
+        told, hit = matcher.push(piece)
+        shown += told
+        ends = [text.find(s) + len(s) for s in strings if s in text]
+        if hit is not None:
+            longest = max((s for s in strings if text[: min(ends)].endswith(s)), key=len)
+            assert hit == longest
+            assert shown == text[: min(ends) - len(longest)]
+            return
+        assert not ends
+        beginnings = [s[:size] for s in strings for size in range(1, len(s))]
+        held = max((len(b) for b in beginnings if text.endswith(b)), default=0)
+        assert shown == text[: len(text) - held]
+
+
+def test_long_strings_that_almost_repeat_are_found() -> None:
+    string = "ab" * 60 + "c"
+    text = "ab" * 500 + "c" + "rest"
+    for size in (1, 2, 3, 50, 121, 5000):
+        pieces = [text[place : place + size] for place in range(0, len(text), size)]
+        assert run([string, "zz"], pieces) == ("ab" * 440, string)
