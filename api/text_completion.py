@@ -109,7 +109,9 @@ class _TextChoice:
         if not self._body.scores_prompt or started is None:
             return None
         ids = self._exchange.prepared.generate.prompt_ids
-        return self._logprobs.of_prompt(ids, started.prompt_logprobs or ())
+        return self._logprobs.of_prompt(
+            ids, started.prompt_logprobs or (), started.prompt_top_logprobs or ()
+        )
 
     def _answer_logprobs(self, start: int) -> Lists | None:
         """With the end-of-sentence, so that there are as many as completion tokens."""

@@ -20,14 +20,17 @@ class TextLogprobs:
         self._text = Detokenizer(tokenizer)
         self._offset = 0
 
-    def of_prompt(self, ids: Sequence[int], logprobs: Sequence[float]) -> Lists:
-        """`logprobs` are of ids[1:]; the first token follows nothing and has none.
-
-        Engines do not tell which tokens were likelier in a prompt: those entries are null.
-        """
+    def of_prompt(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        top: Sequence[tuple[TopLogprob, ...]],
+    ) -> Lists:
+        """`logprobs` and `top` are of ids[1:]; the first token follows nothing and has none."""
         value = self._lists(ids, [None, *logprobs])
         self._offset += len(self._text.flush())
-        return value | {"top_logprobs": [None] * len(ids) if self._has_top else None}
+        rows = self._rows(ids[1:], logprobs, top)
+        return value | {"top_logprobs": [None, *rows] if self._has_top else None}
 
     def of_answer(
         self,
@@ -36,15 +39,23 @@ class TextLogprobs:
         top: Sequence[tuple[TopLogprob, ...]],
     ) -> Lists:
         value = self._lists(ids, logprobs)
+        rows = self._rows(ids, logprobs, top)
+        return value | {"top_logprobs": rows if self._has_top else None}
+
+    def _rows(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        top: Sequence[tuple[TopLogprob, ...]],
+    ) -> list[object]:
         if not self._has_top:
-            return value | {"top_logprobs": None}
-        rows: list[object] = [
+            return []
+        return [
             {self._name(t.token_id): max(t.logprob, LOWEST) for t in row}
-            # the sampled token is always among them, as in OpenAI's answers
+            # the token itself is always among them, as in OpenAI's answers
             | {self._name(token_id): max(logprob, LOWEST)}
             for row, token_id, logprob in zip(top, ids, logprobs, strict=True)
         ]
-        return value | {"top_logprobs": rows}
 
     def _lists(self, ids: Sequence[int], logprobs: Sequence[float | None]) -> Lists:
         offsets: list[object] = []

@@ -178,6 +178,8 @@ class Started:
     weights_version: str
     prompt_logprobs: tuple[float, ...] | None = None
     """Of prompt_ids[1:], when asked for."""
+    prompt_top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None = None
+    """A row for each of them, when `top_logprobs` was asked for as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

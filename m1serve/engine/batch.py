@@ -147,7 +147,9 @@ class VersionBatch:
     def _read_group(self, readings: list[Reading]) -> list[Sequence]:
         sequences = [reading.sequence for reading in readings]
         try:
-            read_together(self._model, self.rows.pool, readings)
+            read_together(
+                self._model, self.rows.pool, readings, vocab_size=self._sampler.vocab_size
+            )
             for sequence in sequences:
                 self._keep_prefix(sequence)
         except STEP_ERRORS as error:

@@ -174,6 +174,7 @@ class Generation:
     prompt_end: RowSnapshot | None = None
     """State after the prompt, while choices are still to be forked from it."""
     prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     is_started: bool = False
     is_queued: bool = False
 
@@ -201,12 +202,14 @@ class Generation:
         if self.is_started:
             return
         self.is_started = True
-        logprobs = tuple(self.prompt_logprobs) if self.request.prompt_logprobs else None
+        is_scored = self.request.prompt_logprobs
+        has_top = is_scored and self.request.top_logprobs > 0
         self.outlet.put(
             Started(
                 cached_tokens=cached_tokens,
                 weights_version=weights_version,
-                prompt_logprobs=logprobs,
+                prompt_logprobs=tuple(self.prompt_logprobs) if is_scored else None,
+                prompt_top_logprobs=tuple(self.prompt_top_logprobs) if has_top else None,
             )
         )
 
@@ -220,6 +223,7 @@ class Generation:
         self.weights_version, self.leader, self.prompt_end = None, None, None
         if not self.is_started:
             self.prompt_logprobs.clear()
+            self.prompt_top_logprobs.clear()
 
 
 ABORTED = Stop(cause=StopCause.ABORT)

@@ -1,6 +1,6 @@
 """Ragged prompt reading: rows of different lengths in one forward, padded on the right."""
 
-# B rows read together, T tokens, E hidden
+# B rows read together, T tokens, S of them at once, E hidden, V vocabulary
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from torch import Tensor
 from m1serve.engine.generation import Sequence
 from m1serve.engine.slots import SlotPool
 from m1serve.model.hybrid import M1ForCausalLM
+from m1serve.types import TopLogprob
+
+TOP_LOGPROBS_STEP = 64
+"""Rows of logits that exist at once: 51 MB with M1's vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +36,13 @@ class Reading:
         return self.sequence.num_read + self.num_tokens
 
 
-def read_together(model: M1ForCausalLM, pool: SlotPool, readings: Rows[Reading]) -> None:
-    """One forward; moves each `num_read` on and leaves the last hidden states in the pool."""
+def read_together(
+    model: M1ForCausalLM, pool: SlotPool, readings: Rows[Reading], *, vocab_size: int
+) -> None:
+    """One forward; moves each `num_read` on and leaves the last hidden states in the pool.
+
+    Of the logits only the first `vocab_size` are tokens.
+    """
     device = pool.last_RE.device
     width = max(reading.num_tokens for reading in readings)
     columns = max(reading.end for reading in readings)
@@ -49,14 +58,25 @@ def read_together(model: M1ForCausalLM, pool: SlotPool, readings: Rows[Reading])
     pool.last_RE[rows_B] = last_BE.float()
     for i, reading in enumerate(readings):
         if reading.sequence.generation.wants_prompt_logprobs:
-            _note_prompt_logprobs(model, reading, hidden_BTE[i])
+            _note_prompt_logprobs(model, reading, hidden_BTE[i], vocab_size=vocab_size)
         reading.sequence.num_read = reading.end
 
 
-def _note_prompt_logprobs(model: M1ForCausalLM, reading: Reading, hidden_TE: Tensor) -> None:
+def _note_prompt_logprobs(
+    model: M1ForCausalLM, reading: Reading, hidden_TE: Tensor, *, vocab_size: int
+) -> None:
     sequence, start = reading.sequence, reading.sequence.num_read
     next_ids = sequence.unread[start + 1 : reading.end + 1]
     # the dtype is said for the empty tensor, after a prompt's last token
     next_T = torch.tensor(next_ids, dtype=torch.long, device=hidden_TE.device)
     logprob_T, _ = model.token_logprobs(hidden_TE[: len(next_T)], next_T)
     sequence.generation.prompt_logprobs += logprob_T.tolist()
+    if wanted := sequence.request.top_logprobs:
+        for hidden_SE in hidden_TE[: len(next_T)].split(TOP_LOGPROBS_STEP):
+            logprob_SV = torch.log_softmax(model.logits(hidden_SE), -1)[:, :vocab_size]
+            top = logprob_SV.topk(wanted, dim=-1)
+            for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True):
+                row = zip(ids, values, strict=True)
+                sequence.generation.prompt_top_logprobs.append(
+                    tuple(TopLogprob(token_id=i, logprob=p) for i, p in row)
+                )

@@ -61,20 +61,20 @@ class Sampler:
     """Only the first `vocab_size` ids are ever drawn; logprobs are over all that the model has."""
 
     def __init__(self, *, vocab_size: int, device: str) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._rng = torch.Generator(device=device)
         self._rng.seed()
         self._device = device
 
     def plan(self, rows: Rows[Sequence]) -> DrawPlan:
-        return DrawPlan.of(rows, vocab_size=self._vocab_size, device=self._device)
+        return DrawPlan.of(rows, vocab_size=self.vocab_size, device=self._device)
 
     def draw(self, logits_NV: Tensor, rows: Rows[Sequence], plan: DrawPlan) -> Drawn:
         """`logits_NV` are fp32. Counts the tokens into the plan's penalties."""
-        logprob_NV = torch.log_softmax(logits_NV, -1)[:, : self._vocab_size]
+        logprob_NV = torch.log_softmax(logits_NV, -1)[:, : self.vocab_size]
         p_NV, bent_MV = logprob_NV.exp(), None
         if plan.bend is not None:
-            logits_MV = logits_NV[plan.bent_M, : self._vocab_size]
+            logits_MV = logits_NV[plan.bent_M, : self.vocab_size]
             _mask(logits_MV, rows, plan)
             bent_MV = bend(logits_MV, plan.bend)
             p_NV[plan.bent_M] = bent_MV.exp()

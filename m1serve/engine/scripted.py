@@ -19,7 +19,13 @@ from m1serve.config import EngineSettings
 from m1serve.engine.admission import check_request, check_score, deferral, unknown_pin
 from m1serve.engine.grammar_compiler import GrammarCompiler, NewConstraint
 from m1serve.engine.line import Line
-from m1serve.engine.script import Replies, ScriptedReply, made_up_logprob, replies_from_file
+from m1serve.engine.script import (
+    Replies,
+    ScriptedReply,
+    made_up_logprob,
+    made_up_top,
+    replies_from_file,
+)
 from m1serve.engine.stopping import Stop
 from m1serve.errors import EngineError, OverloadedError, RequestError
 from m1serve.types import (
@@ -207,10 +213,16 @@ class ScriptedEngine:
         num_cached = min(play.reply.cached_tokens, len(request.prompt_ids) - 1)
         self._cached_tokens += num_cached
         self._prefilled_tokens += len(request.prompt_ids) - num_cached
+        logprobs = _logprobs_of(request.prompt_ids) if request.prompt_logprobs else None
+        top = None
+        if logprobs is not None and request.top_logprobs:
+            pairs = zip(request.prompt_ids[1:], logprobs, strict=True)
+            top = tuple(made_up_top(i, p, request.top_logprobs) for i, p in pairs)
         return Started(
             cached_tokens=num_cached,
             weights_version=play.weights_version,
-            prompt_logprobs=_logprobs_of(request.prompt_ids) if request.prompt_logprobs else None,
+            prompt_logprobs=logprobs,
+            prompt_top_logprobs=top,
         )
 
     def _round(self, play: _Play) -> list[Delta]:

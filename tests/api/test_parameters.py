@@ -163,6 +163,25 @@ async def test_a_scored_prompt_is_the_answer_taught_again(tiny: Any) -> None:
     assert taught[-num:] == pytest.approx(first.choices[0].logprobs.token_logprobs, abs=1e-5)
 
 
+async def test_a_harness_learns_whether_a_continuation_is_the_greedy_one(tiny: Any) -> None:
+    """As the evaluation harness reads it: the largest of the tops is the token's own."""
+    how: Any = {"model": "fake", "logprobs": 1, "temperature": 0}
+    said = await tiny.client.completions.create(
+        prompt="Once", max_tokens=6, extra_body={"return_token_ids": True}, **how
+    )
+    greedy, start = list(said.choices[0].token_ids)[:-1], said.choices[0].prompt_token_ids
+    other = [*greedy[:-1], (greedy[-1] + 1) % 256]
+    for continuation, is_greedy in ((greedy, True), (other, False)):
+        answer = await tiny.client.completions.create(
+            prompt=[*start, *continuation], max_tokens=1, echo=True, **how
+        )
+        shown = answer.choices[0].logprobs
+        own, top = shown.token_logprobs[len(start) : -1], shown.top_logprobs[len(start) : -1]
+        assert len(own) == len(continuation)
+        found = [p == max(row.values()) for p, row in zip(own, top, strict=True)]
+        assert all(found) == is_greedy
+
+
 def thinker(tok: ChatTokenizer, thought: str, answer: str) -> ScriptedEngine:
     reply = ScriptedReply(text=f"<think>\n{thought}\n</think>\n{answer}")
     return ScriptedEngine(lambda _: reply, tokenizer=tok)

@@ -410,3 +410,20 @@ async def test_an_answers_limit_starts_behind_the_think_block(start: StartRig) -
     closed = said.ids().index(rig.tok.control_ids["</think>"])
     assert closed <= 5
     assert len(said.ids()) == closed + 1 + 3
+
+
+async def test_a_scored_prompt_tells_what_was_likelier(start: StartRig) -> None:
+    rig = await start()
+    said = await rig.say(max_tokens=0, prompt_logprobs=True, top_logprobs=3)
+    logprobs, rows = said.started.prompt_logprobs, said.started.prompt_top_logprobs
+    prompt = rig.prompt()
+    assert len(rows) == len(logprobs) == len(prompt) - 1
+    for token_id, logprob, row in zip(prompt[1:], logprobs, rows, strict=True):
+        assert len(row) == 3
+        values = [top.logprob for top in row]
+        assert values == sorted(values, reverse=True)
+        assert max(values[0], logprob) == pytest.approx(values[0], abs=1e-5)
+        own = [top.logprob for top in row if top.token_id == token_id]
+        assert own == [] or own[0] == pytest.approx(logprob, abs=1e-5)
+    alone = await rig.say(max_tokens=0, prompt_logprobs=True)
+    assert alone.started.prompt_top_logprobs is None
