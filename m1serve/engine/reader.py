@@ -72,7 +72,8 @@ def _note_prompt_logprobs(
     logprob_T, _ = model.token_logprobs(hidden_TE[: len(next_T)], next_T)
     sequence.generation.prompt_logprobs += logprob_T.tolist()
     if wanted := sequence.request.top_logprobs:
-        for hidden_SE in hidden_TE[: len(next_T)].split(TOP_LOGPROBS_STEP):
+        for at in range(0, len(next_T), TOP_LOGPROBS_STEP):
+            hidden_SE = hidden_TE[at : min(at + TOP_LOGPROBS_STEP, len(next_T))]
             logprob_SV = torch.log_softmax(model.logits(hidden_SE), -1)[:, :vocab_size]
             top = logprob_SV.topk(wanted, dim=-1)
             for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True):
