@@ -26,12 +26,16 @@ def sse(value: object) -> bytes:
 
 
 class ChunkWriter:
-    """One for a response. Tokens without text yet travel with the next chunk of their choice."""
+    """One for a response. Tokens without text yet travel with the next chunk of their choice.
+
+    A chunk's fingerprint is the version of the newest token of its choice.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._body = exchange.prepared.body
         self._reasoning_fields = exchange.prepared.defaults.reasoning_fields
+        self._has_token_fields = bool(self._body.logprobs or self._body.return_token_ids)
         self._num_sent = [0] * len(exchange.choices)
         self._base: dict[str, object] = {
             "id": f"chatcmpl-{exchange.prepared.generate.id}",
@@ -39,6 +43,7 @@ class ChunkWriter:
             "created": int(exchange.prepared.created_at),
             "model": self._body.model,
         }
+        self._frames: dict[tuple[int, str], tuple[str, str]] = {}
 
     def started(self) -> bytes:
         """The first chunk of every choice."""
@@ -47,24 +52,42 @@ class ChunkWriter:
             more["prompt_token_ids"] = self._exchange.prepared.generate.prompt_ids
         role: dict[str, object] = {"role": "assistant", "content": ""}
         return b"".join(
-            self._chunk([self._choice(choice, role, tokens=0)], more)
+            self._chunk([self._choice(choice, role, tokens=0)], self._version(choice), more)
             for choice in self._exchange.choices
         )
 
     def step(self, choice: ChoiceStream, events: list[ReplyEvent]) -> bytes:
-        chunks: list[bytes] = []
-        for event in events:
-            delta = _delta(event, choice, self._reasoning_fields)
-            chunks.append(self._chunk([self._choice(choice, delta)], {}))
+        frame = self._slow_chunk if self._has_token_fields else self._framed
+        chunks = [frame(choice, _delta(event, choice, self._reasoning_fields)) for event in events]
         if choice.stop is not None:
             last = self._choice(choice, {}) | {"finish_reason": choice.finish_reason}
-            chunks.append(self._chunk([last], {}))
+            chunks.append(self._chunk([last], self._version(choice), {}))
         return b"".join(chunks)
 
     def end(self) -> bytes:
         if not self._exchange.prepared.wants_usage_chunk:
             return DONE
-        return self._chunk([], {"usage": self._exchange.usage()}) + DONE
+        usage: dict[str, object] = {"usage": self._exchange.usage()}
+        return self._chunk([], self._exchange.weights_version, usage) + DONE
+
+    def _framed(self, choice: ChoiceStream, delta: dict[str, object]) -> bytes:
+        """The chunk that `_slow_chunk` makes; only its delta is written afresh."""
+        key = (choice.index, self._version(choice))
+        frame = self._frames.get(key)
+        if frame is None:
+            mark = '"delta":{}'
+            whole = self._slow_chunk(choice, {}).decode()
+            # the last one: a model's name may say anything
+            head, _, tail = whole.rpartition(mark)
+            frame = self._frames[key] = (head + mark[:-2], tail)
+        return f"{frame[0]}{_to_json(delta)}{frame[1]}".encode()
+
+    def _slow_chunk(self, choice: ChoiceStream, delta: dict[str, object]) -> bytes:
+        return self._chunk([self._choice(choice, delta)], self._version(choice), {})
+
+    def _version(self, choice: ChoiceStream) -> str:
+        spans = choice.spans
+        return spans[-1].weights_version if spans else self._exchange.started_version
 
     def _choice(
         self, choice: ChoiceStream, delta: dict[str, object], tokens: int | None = None
@@ -85,11 +108,10 @@ class ChunkWriter:
             value["token_ids"] = choice.token_ids[start:end]
         return value
 
-    def _chunk(self, choices: list[dict[str, object]], more: dict[str, object]) -> bytes:
-        value = self._base | {
-            "system_fingerprint": self._exchange.weights_version,
-            "choices": choices,
-        }
+    def _chunk(
+        self, choices: list[dict[str, object]], version: str, more: dict[str, object]
+    ) -> bytes:
+        value = self._base | {"system_fingerprint": version, "choices": choices}
         if self._exchange.prepared.wants_usage_chunk:
             value["usage"] = None
         return sse(value | more)

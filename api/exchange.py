@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from m1serve.api.serving import Serving
 from m1serve.chat.raw_reply import RawReply
 from m1serve.chat.reply import ReplyEvent, ReplyParser
 from m1serve.errors import EngineError, OverloadedError, StoreError
-from m1serve.types import Delta, HistoryRule, Mode, Started, StopCause
+from m1serve.types import Delta, Mode, Started, StopCause
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,11 @@ class Exchange:
         for choice in reversed(self.choices):
             if choice.spans:
                 return choice.spans[-1].weights_version
+        return self.started_version
+
+    @property
+    def started_version(self) -> str:
+        """What the request began with, or what a new one gets."""
         return self.started.weights_version if self.started else self.serving.engine.weights_version
 
     @property
@@ -192,13 +198,13 @@ class Exchange:
         if not prepared.messages:
             return
         self.serving.sessions.answered(prepared.placement, message, prepared.chain)
-        if prepared.history_rule is HistoryRule.EXACT:
+        if prepared.packed_ids is not None:
             self.serving.history.remember(
                 prepared.caller.tenant_id,
                 prepared.body.model,
                 (*prepared.messages, message),
                 prepared.tools,
-                (*prepared.generate.prompt_ids, *choice.token_ids),
+                prepared.packed_ids + array("i", choice.token_ids),
                 system_end=prepared.system_end,
                 session_id=prepared.session_id,
                 chain=prepared.chain,

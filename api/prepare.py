@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import uuid
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -51,6 +52,8 @@ class Prepared:
     """Empty for raw text: then no message is parsed from the answer and none is remembered."""
     tools: tuple[dict[str, object], ...] = field(repr=False)
     history_rule: HistoryRule
+    packed_ids: array[int] | None = field(repr=False)
+    """The prompt's ids as the history keeps them; None under `template`."""
     system_end: int
     generate: GenerateRequest = field(repr=False)
 
@@ -108,6 +111,7 @@ def prepare(
         messages=messages,
         tools=tools,
         history_rule=defaults.history,
+        packed_ids=match.packed_ids,
         system_end=match.prompt.system_end,
         generate=engine_request(
             serving, request, match.prompt, caller=caller, request_id=request_id, grammar=grammar

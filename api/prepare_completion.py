@@ -75,6 +75,7 @@ def _prepare_one(
         tools=(),
         # the ids are the client's own: nothing was rendered
         history_rule=HistoryRule.EXACT,
+        packed_ids=None,
         system_end=0,
         generate=engine_request(
             serving,

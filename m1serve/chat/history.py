@@ -31,6 +31,8 @@ class HistoryMatch:
     """Of the turn this prompt extends; None when everything was rendered."""
     num_exact_ids: int
     """Leading ids taken over as they were."""
+    packed_ids: array[int] | None = field(default=None, repr=False)
+    """The prompt's ids once more, as `remember` keeps them; None when it will not be asked to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +70,14 @@ class HistoryIndex:
         session_id: str = "",
         chain: Chain | None = None,
     ) -> None:
-        """`messages` end with the answer as returned; `ids` are its prompt and what was sampled;
-        `chain` is that of the messages before the answer, where somebody has it.
+        """`messages` end with the answer as returned; `ids` are its prompt and what was sampled: an
+        array is kept as it is, so that the event loop copies nothing. `chain` is that of the
+        messages before the answer, where somebody has it.
         """
         chain = chain or chain_of(tenant, alias, messages[:-1], tools)
         key = chain.with_answer(messages[-1])
-        answer, packed = messages[-1], array("i", ids)
+        answer = messages[-1]
+        packed = ids if isinstance(ids, array) else array("i", ids)
         turn = _Remembered(
             ids=packed,
             system_end=system_end,
@@ -128,15 +132,23 @@ class HistoryIndex:
                 break
             turn = self._find(key, messages[place], session_id)
             if turn is not None:
-                tail = encode_extension(self._tok, turn.ids[-1] == self._tok.eos_id, rest)
-                prompt = RenderedPrompt(ids=(*turn.ids, *tail), system_end=turn.system_end)
-                return HistoryMatch(
-                    prompt=prompt,
-                    parent_session_id=turn.session_id,
-                    num_exact_ids=len(turn.ids),
-                )
+                return self._extended(turn, rest)
         prompt = encode_prompt(self._tok, messages, tools)
-        return HistoryMatch(prompt=prompt, parent_session_id=None, num_exact_ids=0)
+        packed = array("i", prompt.ids)
+        return HistoryMatch(
+            prompt=prompt, parent_session_id=None, num_exact_ids=0, packed_ids=packed
+        )
+
+    def _extended(self, turn: _Remembered, rest: Sequence[ChatMessage]) -> HistoryMatch:
+        tail = encode_extension(self._tok, turn.ids[-1] == self._tok.eos_id, rest)
+        # a million ids: each of these is one pass in C
+        ids = (*turn.ids.tolist(), *tail)
+        return HistoryMatch(
+            prompt=RenderedPrompt(ids=ids, system_end=turn.system_end),
+            parent_session_id=turn.session_id,
+            num_exact_ids=len(turn.ids),
+            packed_ids=turn.ids + array("i", tail),
+        )
 
     def _find(self, key: bytes, answer: ChatMessage, session_id: str | None) -> _Remembered | None:
         call_ids = tuple(call.id for call in answer.tool_calls)

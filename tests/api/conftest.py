@@ -53,6 +53,7 @@ class FakeEngine:
         self.before_start_s = 0.0
         self.failure: Exception | None = None
         self.fails_after: int | None = None
+        self.raises_after: tuple[Exception, int] | None = None
         self.versions = ["fake@0"]
         self.requests: list[GenerateRequest] = []
         self.sent: dict[tuple[str, int], list[Delta]] = {}
@@ -106,6 +107,8 @@ class FakeEngine:
             if request.id in self.aborted:
                 yield self._delta(request, choice, [], place, StopCause.ABORT)
                 return
+            if self.raises_after is not None and place >= self.raises_after[1]:
+                raise self.raises_after[0]
             if self.fails_after is not None and place >= self.fails_after:
                 yield self._delta(request, choice, [], place, StopCause.ERROR)
                 return
