@@ -28,6 +28,10 @@ _ERRORS = {
     "description": "An error in OpenAI's shape",
     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
 }
+_STATUSES = ("400", "401", "403", "404", "500", "503")
+_JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+_TEXT: dict[str, Any] = {"schema": {"type": "string"}}
+_DEAD = {"description": "Dead: `reason` says why", "content": _JSON}
 
 
 def openapi_page(app: FastAPI) -> Callable[[], dict[str, Any]]:
@@ -45,14 +49,25 @@ def openapi_page(app: FastAPI) -> Callable[[], dict[str, Any]]:
 
 def _mended(page: dict[str, Any]) -> dict[str, Any]:
     schemas: dict[str, Any] = {"Error": _ERROR}
-    for operations in page["paths"].values():
+    for path, operations in page["paths"].items():
         for operation in operations.values():
-            # our handlers answer for what FastAPI would have refused
-            operation["responses"].pop("422", None)
-            operation["responses"]["default"] = _ERRORS
+            operation["responses"] = _responses(path, has_body="requestBody" in operation)
             body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
             schemas |= body.get("schema", {}).pop("$defs", {})
     page["components"] = {"schemas": schemas}
     mended = json.dumps(page).replace('"#/$defs/', '"#/components/schemas/')
     result: dict[str, Any] = json.loads(mended)
     return result
+
+
+def _responses(path: str, *, has_body: bool) -> dict[str, Any]:
+    """By status. Our handlers answer for what FastAPI would have refused with 422."""
+    if path == "/metrics":
+        return {"200": {"description": "For Prometheus", "content": {"text/plain": _TEXT}}}
+    fine: dict[str, Any] = {"description": "Fine", "content": _JSON}
+    if path == "/health":
+        return {"200": fine, "503": _DEAD}
+    if path.endswith("completions"):
+        fine = {"description": "The answer", "content": _JSON | {"text/event-stream": _TEXT}}
+    refused = (*_STATUSES, "413") if has_body else _STATUSES
+    return {"200": fine} | dict.fromkeys(refused, _ERRORS)

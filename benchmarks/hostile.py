@@ -22,7 +22,8 @@ from mutations import Hostile, draw_request
 
 from m1serve.clients.local_server import LocalServer, local_server
 
-SETTINGS = ("model.max_tokens=16", "engine.num_slots=32")
+SETTINGS = ("model.max_tokens=16", "engine.num_slots=32", "engine.max_model_len=512")
+"""A short context, for a body may ask for all of it."""
 ANSWER_S = 60.0
 UNREAD_S = 0.3
 """How long to wait for an answer to a request whose body may be incomplete."""
@@ -50,8 +51,10 @@ async def send(port: int, hostile: Hostile, tally: Tally) -> None:
         tally.by_status["no answer"] += 1
         tally.blame(hostile, f"no answer within {ANSWER_S:.0f} s")
         return
-    except OSError:
+    except OSError as error:
         tally.by_status["closed"] += 1
+        if hostile.is_http:
+            tally.blame(hostile, f"closed inside the request: {error}")
         return
     judge(hostile, answer, tally)
 
