@@ -66,6 +66,12 @@ async def test_requests_pass_through_ray_and_sigterm_ends_it(tmp_path: Path) -> 
             gone = {**body, "stream": True, "max_tokens": 1000}
             async with http.stream("POST", "/v1/chat/completions", json=gone) as answer:
                 await answer.aiter_bytes().__anext__()
+            waiting = asyncio.create_task(
+                http.post("/v1/chat/completions", json={**gone, "stream": False})
+            )
+            await asyncio.sleep(1.0)
+            running = (await http.get("/health")).json()["running"]
+            waiting.cancel()
             await asyncio.sleep(1.5)
             health = (await http.get("/health")).json()
     finally:
@@ -77,12 +83,12 @@ async def test_requests_pass_through_ray_and_sigterm_ends_it(tmp_path: Path) -> 
     assert "".join(delta.get("content", "") for delta in deltas) == content
     assert second.json()["choices"][0]["message"]["content"] == content
     assert len(whole.headers["x-request-id"].split(",")) == 1
-    assert health["running"] == 0
+    assert (running, health["running"]) == (1, 0)
     assert code == 0
     entries = list(JournalReader(tmp_path / "home" / "journal").read_new({}))
     turns = [entry.record for entry in entries if isinstance(entry.record, TurnRecord)]
     sent = [entry.record.turn_ids for entry in entries if isinstance(entry.record, TurnsDelivered)]
-    assert [turn.stop for turn in turns] == ["length", "length", "length", "abort"]
+    assert [turn.stop for turn in turns] == ["length", "length", "length", "abort", "abort"]
     assert sent == [(turn.turn_id,) for turn in turns[:3]]
 
 
