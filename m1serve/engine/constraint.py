@@ -81,9 +81,11 @@ class Constraint:
     def observe(self, token_id: int) -> None:
         if self.forced:
             self.forced.pop(0)
+        if token_id == self._tokenizer.eos_id:
+            return
         if self._phase is _Phase.BOUND:
             self._consume([token_id])
-        elif token_id != self._tokenizer.eos_id:
+        else:
             self._follow(token_id, self._tokenizer.token_bytes(token_id))
 
     def _current_mask(self) -> bytes | None:
@@ -105,7 +107,7 @@ class Constraint:
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             self._fail(self._matcher.get_error())
-        elif not any(mask):
+        elif mask.count(0) == len(mask):
             self._fail("no token can follow")
         return None if self.error else mask
 

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -39,6 +40,7 @@ LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
+T = TypeVar("T")
 NewConstraint = Callable[[], Constraint | None]
 Compiled = LLMatcher | RequestError
 _PLACE = re.compile(r"^at (\d+)\(\d+\): ")
@@ -49,14 +51,15 @@ _EXCERPT = re.compile(r"^\s*\d+ \| ")
 class GrammarCompiler:
     """One an engine; `compile` may be called from any event loop."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: ChatTokenizer, *, compile_s: float = COMPILE_S) -> None:
+        self._tokenizer, self._compile_s = tokenizer, compile_s
         self._vocabulary: LLTokenizer | None = None
         self._tags: TagTokens | None = None
         self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
         self._num_stuck = 0
+        self._is_closed = False
 
     async def constraints(self, request: GenerateRequest) -> NewConstraint:
         """Makes the constraints of a request's choices; raises as `compile`."""
@@ -73,22 +76,31 @@ class GrammarCompiler:
         if found is None:
             found = await self._compile_beside(grammar)
         if isinstance(found, RequestError):
-            raise found
+            # it is kept and raised again: without the way it took before
+            raise found.with_traceback(None)
         return found
 
+    def warm(self) -> None:
+        """Learns the vocabulary beside whatever else is done."""
+        self._ready_worker().submit(self._learn)
+
     def close(self) -> None:
+        self._is_closed = True
         if self._worker is not None:
             self._worker.stop()
 
     async def _compile_beside(self, grammar: Grammar) -> Compiled:
+        if self._is_closed:
+            raise EngineError("the engine is closed")
         if self._num_stuck >= MAX_STUCK:
             raise OverloadedError("the grammar compiler is stuck; the replica has to be restarted")
-        if self._worker is None:
-            self._worker = _Worker()
-        worker = self._worker
+        worker = self._ready_worker()
+        if self._vocabulary is None:
+            # a large one takes seconds, once; that is no fault of the grammar's
+            await asyncio.shield(asyncio.wrap_future(worker.submit(self._learn)))
         job = worker.submit(lambda: self._compile(grammar))
         try:
-            async with asyncio.timeout(COMPILE_S):
+            async with asyncio.timeout(self._compile_s):
                 return await asyncio.wrap_future(job)
         except TimeoutError:
             if not worker.is_at(job):
@@ -96,9 +108,21 @@ class GrammarCompiler:
         if self._worker is worker:
             # a thread cannot be killed: it is left behind and counted
             self._worker, self._num_stuck = None, self._num_stuck + 1
-        error = _refusal(grammar, f"it does not compile within {COMPILE_S:.0f} s; simplify it")
+        error = _refusal(grammar, f"it does not compile within {self._compile_s:g} s; simplify it")
         self._keep(grammar, error)
         raise error
+
+    def _ready_worker(self) -> _Worker:
+        if self._worker is None:
+            self._worker = _Worker()
+        return self._worker
+
+    def _learn(self) -> None:
+        if self._vocabulary is None:
+            vocabulary = LLTokenizer(TokenizerWrapper(_Pieces(self._tokenizer)))
+            anything = LLMatcher(vocabulary, LLMatcher.grammar_from_regex("a"), log_level=0)
+            self._tags = TagTokens(self._tokenizer, num_bytes=len(anything.compute_bitmask()))
+            self._vocabulary = vocabulary
 
     def _find(self, grammar: Grammar) -> Compiled | None:
         with self._lock:
@@ -118,10 +142,7 @@ class GrammarCompiler:
         found = self._find(grammar)
         if found is not None:
             return found
-        if self._vocabulary is None:
-            self._vocabulary = LLTokenizer(TokenizerWrapper(_Pieces(self._tokenizer)))
-            anything = LLMatcher(self._vocabulary, LLMatcher.grammar_from_regex("a"), log_level=0)
-            self._tags = TagTokens(self._tokenizer, num_bytes=len(anything.compute_bitmask()))
+        assert self._vocabulary is not None, "it is learned first"
         found = _matcher(self._vocabulary, grammar)
         if isinstance(found, RequestError) and grammar.fallback is not None:
             found = _matcher(self._vocabulary, replace(grammar, text=grammar.fallback))
@@ -149,37 +170,39 @@ class _Worker:
     """A daemon thread with a deep stack that runs one job after the other."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Compiled], Callable[[], Compiled]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._current: Future[Compiled] | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._current: object = None
         before = threading.stack_size(STACK_BYTES)
         try:
             threading.Thread(target=self._run, name="m1serve-grammars", daemon=True).start()
         finally:
             threading.stack_size(before)
 
-    def submit(self, job: Callable[[], Compiled]) -> Future[Compiled]:
-        future: Future[Compiled] = Future()
-        self._jobs.put((future, job))
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            self._current = future
+            try:
+                future.set_result(job())
+            except (RuntimeError, ValueError, TypeError, LookupError) as error:
+                future.set_exception(EngineError(f"the grammar compiler failed: {error}"))
+            self._current = None
+
+        self._jobs.put(run)
         return future
 
-    def is_at(self, future: Future[Compiled]) -> bool:
+    def is_at(self, future: object) -> bool:
         return self._current is future
 
     def stop(self) -> None:
         self._jobs.put(None)
 
     def _run(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            future, job = item
-            if future.set_running_or_notify_cancel():
-                self._current = future
-                try:
-                    future.set_result(job())
-                except (RuntimeError, ValueError, TypeError, LookupError) as error:
-                    future.set_exception(EngineError(f"the grammar compiler failed: {error}"))
-                self._current = None
+        while (job := self._jobs.get()) is not None:
+            job()
 
 
 class _Pieces:

@@ -63,6 +63,7 @@ class LocalEngine:
         )
         self._thread = StepThread(self._core)
         self._compiler = GrammarCompiler(tokenizer)
+        self._compiler.warm()
         self._loading = asyncio.Lock()
         self._orders = itertools.count()
         self._active: set[str] = set()
