@@ -33,12 +33,14 @@ REAP = "m1serve.reap"
 CLOSE_IDLE = "m1serve.close_idle_sessions"
 GIVE_UP_FEEDBACK = "m1serve.give_up_feedback"
 RETRAIN = "m1serve.retrain"
+ERASE_EXPIRED = "m1serve.erase_expired"
 FILE_TRANSPORT = "m1serve.online_rl.file_broker:Transport"
 POLL_S = 0.05
 PREFETCH = 8
 """The file transport sleeps for POLL_S when it may take no more: 1 caps it at 20 jobs a second."""
 CLOSE_IDLE_S = 5.0
 GIVE_UP_FEEDBACK_S = 30.0
+ERASE_EXPIRED_S = 30.0
 RESEND_S = 30.0
 """A job that was sent and not begun for this long is sent again."""
 TASK_LIMIT_S = 600
@@ -110,6 +112,10 @@ class ScoreWorker:
         settings = self.settings
         wait_s = settings.score.feedback_wait_s
         return self.store.ledger.give_up_feedback(settings.model.model_id, wait_s)
+
+    def erase_expired(self) -> int:
+        days = self.settings.serve.retention_days
+        return self.store.ledger.erase_expired(None if days is None else days * 86_400)
 
     def retrain(self) -> str:
         return self.store.runs.request(self.settings.model.model_id, "schedule", {})
@@ -200,6 +206,7 @@ def _add_tasks(app: Celery, worker: ScoreWorker) -> None:
         REAP: lambda: worker.reap(partial(_send_score_job, app)),
         CLOSE_IDLE: worker.close_idle_sessions,
         GIVE_UP_FEEDBACK: worker.give_up_feedback,
+        ERASE_EXPIRED: worker.erase_expired,
         RETRAIN: worker.retrain,
     }
     for name, body in bodies.items():
@@ -225,6 +232,7 @@ def _beat_schedule(settings: Settings) -> dict[str, dict[str, Any]]:
         REAP: settings.score.reap_s,
         CLOSE_IDLE: CLOSE_IDLE_S,
         GIVE_UP_FEEDBACK: GIVE_UP_FEEDBACK_S,
+        ERASE_EXPIRED: ERASE_EXPIRED_S,
     }
     if settings.train.every_s is not None:
         periods[RETRAIN] = settings.train.every_s

@@ -12,6 +12,7 @@ from m1serve.cli import (
     chat,
     demo,
     doctor,
+    keys,
     retrain,
     runs,
     serve,
@@ -56,6 +57,7 @@ app.command("sft")(sft.sft)
 app.add_typer(runs.app, name="runs")
 app.add_typer(weights.app, name="weights")
 app.add_typer(trajectories.app, name="trajectories")
+app.add_typer(keys.app, name="keys")
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)

@@ -15,12 +15,18 @@ from rich.table import Table
 
 from m1serve.cli import options
 from m1serve.cli.console import wide_console
+from m1serve.errors import ConfigError
 
 if TYPE_CHECKING:
     from m1serve.store import Store
     from m1serve.store.views import TrajectoryView
 
-app = typer.Typer(help="Trajectories: list, show, export.", no_args_is_help=True)
+app = typer.Typer(help="Trajectories: list, show, export, erase.", no_args_is_help=True)
+
+
+class ExportFormat(StrEnum):
+    JSONL = "jsonl"
+    PARQUET = "parquet"
 
 
 class TrajectoryState(StrEnum):
@@ -60,7 +66,17 @@ def list_trajectories(
         print(json.dumps([asdict(row) for row in rows]))
         return
     table = Table()
-    for name in ("trajectory", "session", "task", "mode", "turns", "tokens", "state", "reward"):
+    for name in (
+        "trajectory",
+        "session",
+        "task",
+        "mode",
+        "turns",
+        "tokens",
+        "state",
+        "reward",
+        "why",
+    ):
         table.add_column(name, no_wrap=name == "trajectory")
     for row in rows:
         table.add_row(
@@ -72,6 +88,7 @@ def list_trajectories(
             str(row.num_completion),
             row.state,
             "" if row.reward is None else f"{row.reward:g}",
+            row.state_reason,
         )
     console = wide_console()
     console.print(table)
@@ -80,7 +97,7 @@ def list_trajectories(
 
 @app.command("show")
 def show(
-    trajectory: Annotated[str, typer.Argument(help="Trajectory id, as `list` prints it.")],
+    trajectory: Annotated[str, typer.Argument(help="Trajectory id, or how the one begins.")],
     config: options.ConfigFile = None,
     home: options.Home = None,
     overrides: options.Overrides = None,
@@ -89,8 +106,8 @@ def show(
     """One trajectory: its text with the weights that sampled it, and every verdict on it."""
     settings = options.read_settings(config=config, home=home, overrides=overrides)
     with options.open_store(settings) as store:
-        view = store.ledger.trajectory(trajectory)
-        verdicts = [asdict(reward) for reward in store.rewards.list(trajectory)]
+        view = store.ledger.trajectory(store.ledger.resolve(trajectory))
+        verdicts = [asdict(reward) for reward in store.rewards.list(view.trajectory_id)]
         if as_json:
             print(json.dumps({**asdict(view), "rewards": verdicts}))
             return
@@ -111,16 +128,56 @@ def export(
     out: Annotated[
         Path | None, typer.Option("--out", help="File to write (default: standard output).")
     ] = None,
+    form: Annotated[
+        ExportFormat,
+        typer.Option("--format", help="JSON lines: one a trajectory. Parquet: a row a turn."),
+    ] = ExportFormat.JSONL,
 ) -> None:
-    """JSON lines with token ids, logprobs, flags and versions, oldest first."""
+    """Token ids, logprobs, flags and versions of what was not erased, oldest first."""
     settings = options.read_settings(config=config, home=home, overrides=overrides)
+    if form is ExportFormat.PARQUET and out is None:
+        raise ConfigError("Parquet is no text for a terminal; name a file with --out FILE")
     with options.open_store(settings) as store:
         if out is None:
             store.ledger.export(sys.stdout, state=state)
             return
-        with Console(stderr=True).status(f"writing {out}"), out.open("w") as stream:
-            num = store.ledger.export(stream, state=state)
+        with Console(stderr=True).status(f"writing {out}"):
+            if form is ExportFormat.PARQUET:
+                from m1serve.store.parquet import write_parquet
+
+                num = write_parquet(store.ledger.all_trajectories(state=state), out)
+            else:
+                with out.open("w") as stream:
+                    num = store.ledger.export(stream, state=state)
     print(f"{num} trajectories in {out}", file=sys.stderr)
+
+
+@app.command("erase")
+def erase(
+    session: Annotated[str, typer.Option("--session", help="Session id.")],
+    config: options.ConfigFile = None,
+    home: options.Home = None,
+    overrides: options.Overrides = None,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", help="Whose session, where several have the name.")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Forgets a session: tokens and text go for good; says which weights learned from it."""
+    settings = options.read_settings(config=config, home=home, overrides=overrides)
+    with options.open_store(settings) as store:
+        tenants = store.ledger.tenants_of(session) if tenant is None else [tenant]
+        if len(tenants) > 1:
+            raise ConfigError(
+                f"tenants {', '.join(tenants)} have a session {session!r}; name one by --tenant"
+            )
+        erasure = store.ledger.erase(*tenants or ["default"], session, actor="cli")
+    if as_json:
+        print(json.dumps(asdict(erasure)))
+        return
+    print(f"erased {erasure.num_turns} turns and {erasure.num_blocks} prompt blocks of {session}")
+    learned = ", ".join(erasure.trained_versions) or "none"
+    print(f"weights that learned from it: {learned}")
 
 
 def _as_text(store: Store, view: TrajectoryView) -> str:

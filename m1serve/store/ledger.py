@@ -8,7 +8,7 @@ import builtins
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
 from sqlalchemy import func, select, update
@@ -17,6 +17,7 @@ from m1serve.errors import StoreError
 from m1serve.store.captured import session_key
 from m1serve.store.closing import SessionCloser
 from m1serve.store.database import Database, changed, is_conflict
+from m1serve.store.erasure import Erasure, erase_session, expired_sessions
 from m1serve.store.ingest import ingest
 from m1serve.store.journal_reader import Cursor
 from m1serve.store.records import JournalEntry, TurnRecord
@@ -31,6 +32,7 @@ from m1serve.store.views import (
 )
 
 _CLOSE_CHUNK = 50
+_SHOWN = 3
 _MAX_TRIES = 5
 
 
@@ -92,16 +94,52 @@ class Ledger:
         with self._db.read() as session:
             found = load_turns(session, [turn_id])
         if turn_id not in found:
-            raise StoreError(f"no turn {turn_id!r} in the ledger; was it ingested yet?")
+            raise StoreError(
+                f"no turn {turn_id!r} in the ledger; was it ingested yet, or was it erased?"
+            )
         return found[turn_id]
 
     def trajectory(self, trajectory_id: str) -> TrajectoryView:
         found = self.trajectories([trajectory_id])
         if not found:
             raise StoreError(
-                f"no trajectory {trajectory_id!r}; trajectories exist once a session ended"
+                f"no trajectory {trajectory_id!r}; trajectories exist from the end of a session "
+                "until they are erased"
             )
         return found[0]
+
+    def resolve(self, prefix: str) -> str:
+        """The one trajectory whose id begins so."""
+        is_meant = TrajectoryRow.trajectory_id.startswith(prefix, autoescape=True)
+        with self._db.read() as session:
+            found = session.scalars(
+                select(TrajectoryRow.trajectory_id).where(is_meant).limit(_SHOWN + 1)
+            ).all()
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            raise StoreError(f"no trajectory {prefix!r}; trajectories exist once a session ended")
+        some = ", ".join(sorted(found)[:_SHOWN])
+        raise StoreError(f"{prefix!r} begins several trajectories ({some}, ...); give more of it")
+
+    def erase(self, tenant_id: str, session_id: str, *, actor: str) -> Erasure:
+        """See m1serve.store.erasure."""
+        return erase_session(self._db, tenant_id, session_id, actor=actor)
+
+    def erase_expired(self, retention_s: float | None, now: float | None = None) -> int:
+        """Sessions that are kept no longer; returns how many, a part of them at a call."""
+        at = time.time() if now is None else now
+        with self._db.read() as session:
+            expired = expired_sessions(session, retention_s=retention_s, now=at)
+        for tenant_id, session_id in expired:
+            erase_session(self._db, tenant_id, session_id, actor="retention", now=at)
+        return len(expired)
+
+    def tenants_of(self, session_id: str) -> builtins.list[str]:
+        """Who has a session of that name."""
+        query = select(SessionRow.tenant_id).where(SessionRow.session_id == session_id)
+        with self._db.read() as session:
+            return sorted(session.scalars(query))
 
     def trajectories(self, trajectory_ids: Sequence[str]) -> builtins.list[TrajectoryView]:
         """Those that exist, oldest first."""
@@ -206,7 +244,19 @@ class Ledger:
         state: str | None = None,
         model_id: str | None = None,
     ) -> int:
-        """One JSON line a trajectory, oldest first, with its turns' ids, logprobs and versions."""
+        """One JSON line a trajectory, oldest first, with its turns' ids, logprobs and versions;
+        returns how many.
+        """
+        num = 0
+        for view in self.all_trajectories(state=state, model_id=model_id):
+            stream.write(json.dumps(dataclasses.asdict(view)) + "\n")
+            num += 1
+        return num
+
+    def all_trajectories(
+        self, *, state: str | None = None, model_id: str | None = None
+    ) -> Iterator[TrajectoryView]:
+        """Oldest first, a part at a time; without those that were erased."""
         query = select(TrajectoryRow.trajectory_id)
         if state is not None:
             query = query.where(TrajectoryRow.state == state)
@@ -216,9 +266,7 @@ class Ledger:
         with self._db.read() as session:
             ids = session.scalars(ordered).all()
         for start in range(0, len(ids), _CLOSE_CHUNK):
-            for view in self.trajectories(ids[start : start + _CLOSE_CHUNK]):
-                stream.write(json.dumps(dataclasses.asdict(view)) + "\n")
-        return len(ids)
+            yield from self.trajectories(ids[start : start + _CLOSE_CHUNK])
 
 
 def _session_view(row: SessionRow) -> SessionView:

@@ -53,7 +53,7 @@ def split_prompt(secret: bytes, raw: bytes) -> SplitPrompt:
 
 def join_prompt(block_ids: bytes, tail: bytes, blocks: Mapping[bytes, bytes]) -> tuple[int, ...]:
     ids: list[int] = []
-    for name in _names(block_ids):
+    for name in block_names(block_ids):
         if name not in blocks:
             raise StoreError(f"prompt block {name.hex()} is missing; was it erased?")
         ids += unpack_ids(blocks[name])
@@ -63,7 +63,7 @@ def join_prompt(block_ids: bytes, tail: bytes, blocks: Mapping[bytes, bytes]) ->
 
 def load_blocks(session: Session, block_ids: Iterable[bytes]) -> dict[bytes, bytes]:
     """Packed ids of every block that the given lists name."""
-    names = sorted({name for ids in block_ids for name in _names(ids)})
+    names = sorted({name for ids in block_ids for name in block_names(ids)})
     found: dict[bytes, bytes] = {}
     for start in range(0, len(names), 500):
         query = select(PromptBlockRow.block_id, PromptBlockRow.ids)
@@ -84,5 +84,5 @@ def prefix_digests(secret: bytes, raw: bytes, lengths: Sequence[int]) -> dict[in
     return digests
 
 
-def _names(block_ids: bytes) -> list[bytes]:
+def block_names(block_ids: bytes) -> list[bytes]:
     return [block_ids[i : i + _ID_BYTES] for i in range(0, len(block_ids), _ID_BYTES)]

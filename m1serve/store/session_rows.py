@@ -53,6 +53,8 @@ def update_session(row: SessionRow, new: Sequence[CapturedTurn]) -> None:
         row.task_id = row.task_id if row.task_id is not None else record.task_id
         if record.mode is not Mode.TRAIN:
             row.mode = record.mode.value
+        # an erased session that goes on has something to erase again
+        row.erased_at = None
         if record.session_source is SessionSource.AMBIGUOUS:
             row.is_ambiguous = True
         row.opened_at = min(row.opened_at, record.created_at)

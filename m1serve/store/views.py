@@ -72,9 +72,11 @@ class TrajectorySummary:
 
 
 def load_turns(session: Session, turn_ids: Sequence[str]) -> dict[str, TurnRecord]:
+    """By id, without those that were erased."""
     rows: list[TurnRow] = []
     for part in chunks(turn_ids):
         rows += session.scalars(select(TurnRow).where(TurnRow.turn_id.in_(part)))
+    rows = [row for row in rows if row.erased_at is None]
     blocks = load_blocks(session, [row.prompt_blocks for row in rows])
     return {
         row.turn_id: _turn(row, join_prompt(row.prompt_blocks, row.prompt_tail, blocks))
@@ -88,8 +90,11 @@ def load_trajectories(
     trajectory_ids: Sequence[str] | None = None,
     claimed_by: str | None = None,
 ) -> list[TrajectoryView]:
-    """Either the given ones or a run's frozen set; oldest first, the same at every call."""
-    query = select(TrajectoryRow).order_by(TrajectoryRow.created_at, TrajectoryRow.trajectory_id)
+    """Either the given ones or a run's frozen set, oldest first, the same at every call; none that
+    was erased.
+    """
+    whole = select(TrajectoryRow).where(TrajectoryRow.erased_at.is_(None))
+    query = whole.order_by(TrajectoryRow.created_at, TrajectoryRow.trajectory_id)
     rows: list[TrajectoryRow] = []
     if claimed_by is not None:
         rows += session.scalars(query.where(TrajectoryRow.claim_run_id == claimed_by))
@@ -141,7 +146,10 @@ def _trajectory(
         model_id=row.model_id,
         history_rule=HistoryRule(row.history_rule),
         turns=tuple(turns[link.turn_id] for link in links if not link.is_context),
-        context=tuple(turns[link.turn_id] for link in links if link.is_context),
+        # a session that went on after it was erased has no tokens of the turns before
+        context=tuple(
+            turns[link.turn_id] for link in links if link.is_context and link.turn_id in turns
+        ),
         state=row.state,
         state_reason=row.state_reason,
         reward=row.reward,

@@ -28,6 +28,7 @@ COMMANDS = (
     "sft",
     "weights",
     "trajectories",
+    "keys",
     "chat",
     "demo",
     "doctor",
