@@ -74,13 +74,13 @@ def to_limits(
             code="context_length_exceeded",
         )
     most = defaults.max_tokens if named is None else named
-    if most is None or most > left:
-        # the engine stops at the end of the context by itself
-        most = None
     budget = defaults.reasoning_budget
+    # more than is left: the engine stops where the context ends, and says that it did
+    if most is None or most > left:
+        return Limits(max_tokens=room, reasoning_budget=budget)
     if defaults.bounds_answer_only and most:
-        return Limits(max_tokens=left, answer_tokens=most, reasoning_budget=budget)
-    return Limits(max_tokens=left if most is None else most, reasoning_budget=budget)
+        return Limits(max_tokens=room, answer_tokens=most, reasoning_budget=budget)
+    return Limits(max_tokens=most, reasoning_budget=budget)
 
 
 def refuse_large_n(n: int, max_n: int) -> None:

@@ -102,7 +102,7 @@ async def test_every_name_samples_with_its_own_defaults(
     assert plain.limits.answer_tokens is None
     assert (gpt.sampling.temperature, gpt.sampling.top_p) == (1.0, 0.95)
     assert (gpt.limits.answer_tokens, gpt.limits.reasoning_budget) == (50, 40)
-    assert gpt.limits.max_tokens == 4096 - len(gpt.prompt_ids)
+    assert gpt.limits.max_tokens == 4096
     assert (said.sampling.temperature, said.sampling.top_p) == (0.25, 0.5)
     assert said.limits.answer_tokens == 7
 

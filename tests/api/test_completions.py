@@ -256,7 +256,9 @@ async def test_an_answer_is_as_long_as_there_is_room(serve: Any, tok: ChatTokeni
     async with serve(over=scripted(tok, "word " * 100)) as world:
         answers = [await ask(world, max_tokens=most) for most in (10, None, 10**6)]
     assert [a.usage.completion_tokens for a in answers] == [10, 252, 252]
+    stops = [turn.stop for turn in world.turns]
     assert {a.choices[0].finish_reason for a in answers} == {"length"}
+    assert stops == ["length", "context", "context"]
 
 
 async def test_choices_differ_and_are_one_group(serve: Any, tok: ChatTokenizer) -> None:
