@@ -21,6 +21,7 @@ from m1serve.config import ScoreSettings, Settings, TrainSettings
 from m1serve.envs import task_ids
 from m1serve.online_rl.tasks import (
     CLOSE_IDLE,
+    ERASE_EXPIRED,
     GIVE_UP_FEEDBACK,
     REAP,
     RETRAIN,
@@ -141,7 +142,7 @@ def test_messages_are_json_and_results_are_nowhere(tmp_path: Path) -> None:
 
 
 def test_beat_retrains_only_when_asked(tmp_path: Path) -> None:
-    always = {REAP, CLOSE_IDLE, GIVE_UP_FEEDBACK}
+    always = {REAP, CLOSE_IDLE, GIVE_UP_FEEDBACK, ERASE_EXPIRED}
     assert set(make_celery(Settings(home=tmp_path)).conf.beat_schedule) == always
     periodic = Settings(home=tmp_path, train=TrainSettings(every_s=60.0))
     assert make_celery(periodic).conf.beat_schedule[RETRAIN]["schedule"] == 60.0
@@ -159,7 +160,8 @@ def test_the_embedded_broker_lives_under_home_and_redis_by_url(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "name", ["score_job", "reap", "close_idle_sessions", "give_up_feedback", "retrain"]
+    "name",
+    ["score_job", "reap", "close_idle_sessions", "give_up_feedback", "erase_expired", "retrain"],
 )
 def test_tasks_are_registered_by_name(tmp_path: Path, name: str) -> None:
     assert f"m1serve.{name}" in make_celery(Settings(home=tmp_path)).tasks
