@@ -67,7 +67,9 @@ class Metrics:
         )
 
     def _declare_engine(self) -> None:
-        self.running = self._gauge("engine_running_sequences", "Sequences that decode")
+        self.running = self._gauge(
+            "engine_running_sequences", "Slots in use: sequences that read or decode"
+        )
         self.waiting = self._gauge("engine_waiting_requests", "Requests without slots")
         self.slots = self._gauge("engine_slots", "State slots; 0 when the engine is dead")
         self.engine_tokens = self._gauge("engine_tokens", "Tokens since the engine started", "kind")
