@@ -24,7 +24,7 @@ from m1serve.errors import (
 logger = logging.getLogger(__name__)
 
 AWAY_RETRY_S = 2
-"""A replica that was lost is back after some seconds."""
+"""A replica that was lost is back after some seconds; so is a store, as a rule."""
 
 
 def error_body(error: BaseException) -> dict[str, object]:
@@ -64,9 +64,11 @@ def error_response(error: BaseException) -> Response:
     headers = {}
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(error.retry_after_s)
-    elif isinstance(error, EngineAwayError):
+    elif status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers["retry-after"] = str(AWAY_RETRY_S)
-    elif status not in (408, 429):
+    # SDKs try again within a second or two, which is too soon for what a person has to mend
+    is_passing = isinstance(error, OverloadedError | EngineAwayError)
+    if not is_passing and status not in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS):
         headers["x-should-retry"] = "false"
     if status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"

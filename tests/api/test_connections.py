@@ -100,6 +100,24 @@ async def test_slow_streams_are_kept_alive_by_comments(serve: Any) -> None:
     assert lines[-1] == "data: [DONE]"
 
 
+async def test_a_stream_is_kept_alive_while_text_is_withheld(serve: Any) -> None:
+    call = '<tool_calls>\n{"arguments": {"x": "' + "y" * 40 + '"}, "name": "look"}\n</tool_calls>'
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    body = {"model": "fake", "messages": HI, "stream": True, "tools": tools}
+    async with (
+        serve(call, serve={"keep_alive_s": 0.03}) as world,
+        httpx.AsyncClient(verify=False) as http,
+    ):
+        # tokens come all the time, but the call's name only at its end
+        world.engine.delay_s = 0.01
+        answer = await http.post(f"{world.url}/v1/chat/completions", json=body)
+    blocks = answer.text.split("\n\n")
+    assert '"role":"assistant"' in blocks[0]
+    silent = blocks[1 : next(n for n, block in enumerate(blocks) if "tool_calls" in block)]
+    assert len(silent) >= 2
+    assert set(silent) == {": keep-alive"}
+
+
 async def test_slow_bodies_are_kept_alive_by_spaces(serve: Any) -> None:
     async with serve("Hi", serve={"keep_alive_s": 0.03}) as world:
         world.engine.before_start_s = 0.2

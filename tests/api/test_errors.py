@@ -208,6 +208,7 @@ async def test_a_dead_journal_serves_only_what_is_not_recorded(world: Any, is_st
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_error")
     assert "restart the server" in answer.json()["error"]["message"]
     assert answer.headers["x-should-retry"] == "false"
+    assert int(answer.headers["retry-after"]) > 0
     assert world.engine.requests == []
     async with httpx.AsyncClient(verify=False) as http:
         off = {"x-m1-mode": "off"}
