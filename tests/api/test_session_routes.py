@@ -139,3 +139,42 @@ async def test_a_session_is_read_back_with_turns_drift_rewards_and_flags(
     assert trajectory["rewards"][0]["scorer"] == "feedback"
     assert [f["value"] for f in found["feedback"]] == [0.25]
     assert "completion_ids" not in json.dumps(found)
+
+
+@pytest.mark.parametrize("history", ["exact", "template"])
+async def test_a_retry_is_no_second_step(
+    serve: Any, http: Any, store: Store, eventually: Any, history: str
+) -> None:
+    """The first attempt at the second turn times out; the client declares its retry."""
+    model = {"model_id": "fake", "history": history}
+    more = [*HI, {"role": "assistant", "content": "Hello."}, *HI]
+    async with serve(model=model) as world, http(world.url) as client:
+        await client.post("/v1/chat/completions", json=BODY)
+        world.engine.delay_s = 0.2
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/chat/completions", json={**BODY, "messages": more}, timeout=0.1)
+        await eventually(lambda: len(world.turns) == 2)
+        world.engine.delay_s = 0.0
+        retried = await client.post(
+            "/v1/chat/completions",
+            json={**BODY, "messages": more},
+            headers={"x-stainless-retry-count": "1"},
+        )
+        first, lost, retry = world.turns
+        entries = [JournalEntry(writer="w", seq=i, record=r) for i, r in enumerate(world.journal)]
+        store.ledger.ingest(entries)
+    assert retried.status_code == 200
+    assert {lost.session_id, retry.session_id} == {first.session_id}
+    assert retry.session_source is SessionSource.RETRY
+    store.ledger.close_idle_sessions(0.0, retry.created_at + 60)
+    [trajectory] = store.ledger.list_trajectories()
+    view = store.ledger.trajectory(trajectory.trajectory_id)
+    assert [t.turn_id for t in view.turns] == [first.turn_id, retry.turn_id]
+
+
+async def test_nothing_of_an_unstored_turn_is_kept_but_its_count(serve: Any, http: Any) -> None:
+    async with serve() as world, http(world.url) as client:
+        await client.post("/v1/chat/completions", json={**BODY, "store": False})
+        page = (await client.get("/metrics")).text
+        assert world.journal == []
+    assert 'm1serve_turns_total{mode="off",stop="eos"} 1.0' in page
