@@ -18,11 +18,21 @@ from m1serve.chat.reply import (
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_LINE_ENDS = {char: f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+"""Of Unicode: some clients read lines by them, which would cut an event in two."""
 
 
 def sse(value: object) -> bytes:
     return f"data: {_to_json(value)}\n\n".encode()
+
+
+def _to_json(value: object) -> str:
+    text = _encode(value)
+    if not text.isascii():
+        for char, escape in _LINE_ENDS.items():
+            text = text.replace(char, escape)
+    return text
 
 
 class ChunkWriter:

@@ -46,6 +46,17 @@ async def test_usage_comes_once_last_and_with_empty_choices(serve: Any) -> None:
     assert all(any(chunk["choices"][0]["delta"].values()) for chunk in before[1:-1])
 
 
+async def test_no_character_breaks_an_event_in_two(serve: Any, ask: Any) -> None:
+    """D3's kind: httpx reads lines as str.splitlines does, which knows more than line feeds."""
+    text = "a\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\r\nb"
+    async with serve(f"<think>\n{text}\n</think>\n{text}") as world:
+        chunks = await events(world)
+        told = await ask(world, stream=True)
+    content = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert content == told.content == text
+    assert told.reasoning == text
+
+
 async def test_reasoning_tokens_are_exact(serve: Any, ask: Any) -> None:
     """D5: BerriAI/litellm#41849; sgl-project/sglang#15660; vllm-project/vllm-ascend#13070."""
     thought = "<think>\nhm, 🙂\n</think>"
