@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+)
 
 from m1serve.errors import RequestError
 
 Body = TypeVar("Body", bound=BaseModel)
+
+
+MAX_ENTRIES = 1024
+"""Of a table that a client sends."""
+_Item = TypeVar("_Item")
+
+
+def _small(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise ValueError(f"{len(value)} entries; wanted {MAX_ENTRIES} at most")
+    return value
+
+
+# a list of a million wrong items is one error: telling of all takes seconds and gigabytes
+Listed = Annotated[list[_Item], Field(fail_fast=True)]
+Small = Annotated[dict[str, _Item], BeforeValidator(_small)]
+
+
+def _kind_of_prompt(value: object) -> str:
+    """By its first item, so that only one form is tried."""
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, list):
+        return "(lists of ids)"
+    if isinstance(first, int):
+        return "(ids)"
+    return "(texts)" if isinstance(value, list) else "(text)"
 
 
 class _Strict(BaseModel):
@@ -41,10 +75,10 @@ class MessageToolCall(_Lenient):
 
 class Message(_Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Listed[ContentPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Listed[MessageToolCall] | None = None
     function_call: CalledFunction | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -96,15 +130,15 @@ class GenerationFields(_Lenient):
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Small[float] | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Small[str] | None = None
     user: str | None = None
     """An end user's name; nothing is done with it."""
 
@@ -112,7 +146,7 @@ class GenerationFields(_Lenient):
     top_k: int | None = Field(default=None, ge=-1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.1, le=2)
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Listed[int] | None = None
     return_token_ids: bool | None = None
 
     @property
@@ -138,8 +172,8 @@ class GenerationFields(_Lenient):
 
 
 class ChatRequest(GenerationFields):
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Listed[Message] = Field(min_length=1)
+    tools: Listed[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -150,7 +184,7 @@ class ChatRequest(GenerationFields):
     # OpenAI's, refused unless they say what we do anyway
     functions: list[Any] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: Listed[str] | None = None
     audio: Any = None
     web_search_options: Any = None
 
@@ -172,7 +206,13 @@ class ChatRequest(GenerationFields):
 
 
 class CompletionRequest(GenerationFields):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[
+        Annotated[str, Tag("(text)")]
+        | Annotated[Listed[str], Tag("(texts)")]
+        | Annotated[Listed[int], Tag("(ids)")]
+        | Annotated[Listed[Listed[int]], Tag("(lists of ids)")],
+        Discriminator(_kind_of_prompt),
+    ]
     max_tokens: int | None = Field(default=None, ge=0)
     """0 says nothing; with `echo` and `logprobs` it scores the prompt."""
     echo: bool | None = None

@@ -11,13 +11,15 @@ import httpx
 import openai
 import pytest
 import torch
+from pydantic import ValidationError
 
+from m1serve.api.schema import ChatRequest, CompletionRequest, parse_body
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings
 from m1serve.engine.local import LocalEngine
 from m1serve.engine.script import ScriptedReply
 from m1serve.engine.scripted import ScriptedEngine
-from m1serve.errors import EngineAwayError, OverloadedError
+from m1serve.errors import EngineAwayError, OverloadedError, RequestError
 from m1serve.model.checkpoint import load_model
 from m1serve.model.tiny import tiny_model_dir
 from m1serve.model.weights import version_path, write_version
@@ -293,6 +295,34 @@ async def test_hostile_values_are_400_and_the_engine_lives(tiny: Any) -> None:
             assert answer.headers["x-should-retry"] == "false"
     assert tiny.engine.stats().num_running == 0
     assert (await ask(tiny, max_tokens=2)).choices[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [1] * 10_000}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [1] * 10_000}]}, "messages[0].content"),
+        ({"messages": HI, "stop_token_ids": ["x"] * 10_000}, "stop_token_ids[0]"),
+        ({"messages": HI, "logit_bias": {str(i): "x" for i in range(10_000)}}, "logit_bias"),
+        ({"messages": HI, "metadata": {str(i): i for i in range(10_000)}}, "metadata"),
+        ({"prompt": [7] * 10_000 + ["a"]}, "prompt[10000]"),
+        ({"prompt": [[7], *["a"] * 10_000]}, "prompt[1]"),
+        ({"prompt": ["a"] + [7] * 10_000}, "prompt[1]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_of_many_wrong_items_the_first_is_told(fields: dict[str, Any], param: str) -> None:
+    """Collecting an error for each of a body's millions would take minutes and all memory."""
+    kind = CompletionRequest if "prompt" in fields else ChatRequest
+    body = json.dumps({"model": "fake", **fields}).encode()
+    with pytest.raises(RequestError) as caught:
+        parse_body(kind, body)
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(param)
+    assert len(caught.value.message) < 300
+    with pytest.raises(ValidationError) as all_of_them:
+        kind.model_validate_json(body)
+    assert all_of_them.value.error_count() < 5
 
 
 EXTREME: list[dict[str, Any]] = [
