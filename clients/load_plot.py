@@ -39,7 +39,7 @@ def _over_time(axes: Axes, answers: Sequence[Answer]) -> None:
             )
     axes.set(xlabel="request began (s)", ylabel="until its end (s)", ylim=(0, None))
     if answers:
-        axes.legend(loc="upper left", fontsize=8)
+        axes.legend(loc="best", fontsize=8)
 
 
 def _spread(axes: Axes, answers: Sequence[Answer]) -> None:
