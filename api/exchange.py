@@ -196,6 +196,8 @@ class Exchange:
         """Before the last byte is sent: the client's next request may be here at once."""
         prepared, message = self.prepared, choice.message
         if not prepared.messages:
+            ids = choice.token_ids[: choice.num_shown]
+            self.serving.sessions.completed(prepared.placement, ids)
             return
         self.serving.sessions.answered(prepared.placement, message, prepared.chain)
         if prepared.packed_ids is not None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from m1serve.chat.chain import canonical_call
 from m1serve.chat.messages import ChatMessage
 from m1serve.store.records import SessionSource
+
+if TYPE_CHECKING:
+    from m1serve.api.token_prefixes import ReadPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,8 @@ class Placement:
     is_settled: bool = False
     is_lost: bool = False
     """Settled, and its answer never reached the client."""
+    text: ReadPrompt | None = None
+    """The prompt, when it is a text to complete."""
     repeats: Placement | None = None
     """The attempt that this declared retry repeats."""
     is_retried: bool = False
@@ -61,8 +67,13 @@ class Answer:
     prompt_key: bytes
     """Of the conversation it answers."""
     traits: Traits
+    token_key: tuple[str, int, bytes] | None = None
+    """Of the ids that it ends, when it completed a text."""
     children: list[Placement] = field(default_factory=list)
     """Requests that went on with it."""
+
+
+NO_TRAITS = Traits(call_ids=(), reasoning=None, content=None, first_call=None)
 
 
 def traits_of(message: ChatMessage) -> Traits:

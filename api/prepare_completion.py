@@ -58,6 +58,8 @@ def _prepare_one(
         retry_count=retry_count_of(headers),
         messages=(),
         chain=chain_of(caller.tenant_id, request.model, (), ()),
+        model=request.model,
+        prompt_ids=prompt,
     )
     placement = serving.sessions.find(question)
     return Prepared(

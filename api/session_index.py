@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from m1serve.api.lookalikes import (
+    NO_TRAITS,
     Answer,
     Asker,
     Placement,
@@ -24,6 +25,7 @@ from m1serve.api.lookalikes import (
     tell_apart,
     traits_of,
 )
+from m1serve.api.token_prefixes import TokenPrefixes
 from m1serve.chat.chain import Chain
 from m1serve.chat.messages import ChatMessage
 from m1serve.store.records import SessionSource
@@ -46,6 +48,9 @@ class Question:
     retry_count: int
     messages: Sequence[ChatMessage] = field(repr=False)
     chain: Chain = field(repr=False)
+    model: str = ""
+    prompt_ids: Sequence[int] = field(default=(), repr=False)
+    """Both of a text to complete; it has no messages."""
 
 
 @dataclass(slots=True)
@@ -73,6 +78,7 @@ class SessionIndex:
         self._placed: deque[Placement] = deque()
         self._by_chain: dict[bytes, list[Answer]] = {}
         self._by_prompt: dict[bytes, list[Answer]] = {}
+        self._by_tokens = TokenPrefixes()
         self._by_request: dict[tuple[str, str], list[Placement]] = {}
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
 
@@ -82,7 +88,13 @@ class SessionIndex:
     def find(self, question: Question) -> Placement:
         """Where it belongs; nothing is changed, so that a request may still be refused."""
         with self._lock:
-            return self._find(question)
+            if question.messages:
+                return self._find(question, self._predecessors)
+            scope = f"{question.asker.key_id}\0{question.model}"
+            begun, text = self._by_tokens.read(scope, question.prompt_ids)
+            placement = self._find(question, lambda asked: self._begun(asked, begun))
+            placement.text = text
+            return placement
 
     def enter(self, placement: Placement) -> None:
         """It is being answered."""
@@ -114,6 +126,19 @@ class SessionIndex:
             _add(self._by_prompt, answer.prompt_key, answer)
             self._touch(placement)
 
+    def completed(self, placement: Placement, ids: Sequence[int]) -> None:
+        """As `answered`, for a text: `ids` are what was sampled, without an end of sentence."""
+        if placement.text is None or not ids:
+            return
+        key = placement.text.with_answer(ids)
+        answer = Answer(
+            placement=placement, chain_key=b"", prompt_key=b"", traits=NO_TRAITS, token_key=key
+        )
+        with self._lock:
+            placement.answers.append(answer)
+            self._by_tokens.add(key, answer)
+            self._touch(placement)
+
     def settle(self, placement: Placement, *, was_delivered: bool) -> None:
         """A request whose answer was lost takes nobody's place."""
         with self._lock:
@@ -127,7 +152,9 @@ class SessionIndex:
             if session is not None:
                 session.is_ended = True
 
-    def _find(self, question: Question) -> Placement:
+    def _find(
+        self, question: Question, predecessors: Callable[[Question], list[Answer]]
+    ) -> Placement:
         asker, new_id = question.asker, f"sess-{uuid.uuid4().hex}"
         if question.session_id is not None:
             return Placement(
@@ -142,7 +169,7 @@ class SessionIndex:
                 parent=repeated.parent,
                 repeats=repeated,
             )
-        found = self._predecessors(question)
+        found = predecessors(question)
         sessions = {answer.placement.session_id for answer in found}
         if len(sessions) == 1:
             return Placement(
@@ -188,6 +215,11 @@ class SessionIndex:
                 return tell_apart(found, replayed, asker, is_last=is_last, is_open=self._is_open)
         return []
 
+    def _begun(self, question: Question, begun: list[Answer]) -> list[Answer]:
+        asker = question.asker
+        found = [answer for answer in begun if may_go_on(asker, answer)]
+        return tell_apart(found, NO_TRAITS, asker, is_last=True, is_open=self._is_open)
+
     def _is_open(self, answer: Answer) -> bool:
         session = self._sessions.get(_session_key(answer.placement))
         return (
@@ -206,6 +238,9 @@ class SessionIndex:
     def _forget(self, placement: Placement) -> None:
         _drop(self._by_request, _request_key(placement.asker), placement)
         for answer in placement.answers:
+            if answer.token_key is not None:
+                self._by_tokens.drop(answer.token_key, answer)
+                continue
             _drop(self._by_chain, answer.chain_key, answer)
             _drop(self._by_prompt, answer.prompt_key, answer)
         if placement.parent is not None:

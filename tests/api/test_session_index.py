@@ -251,3 +251,30 @@ def test_the_oldest_are_forgotten_whole() -> None:
     assert len(world.index) == 10
     tables = (world.index._by_chain, world.index._by_prompt, world.index._by_request)
     assert [sum(map(len, table.values())) for table in tables] == [10, 10, 10]
+
+
+def test_forgotten_texts_leave_nothing() -> None:
+    world = World()
+    world.index = SessionIndex(idle_s=600, max_requests=5, clock=lambda: world.now)
+    ids: list[int] = [1]
+    for number in range(30):
+        asker = Asker(tenant_id="t", key_id="k", request_hash=str(number), hints={})
+        chain = chain_of("t", "m1", (), ())
+        placement = world.index.find(
+            Question(
+                asker=asker,
+                session_id=None,
+                retry_count=0,
+                messages=(),
+                chain=chain,
+                model="m1",
+                prompt_ids=ids,
+            )
+        )
+        world.index.enter(placement)
+        world.index.completed(placement, [2, 3])
+        world.index.settle(placement, was_delivered=True)
+        ids = [*ids, 2, 3, number]
+    assert placement.source is SessionSource.INFERRED
+    assert len(world.index._by_tokens) == 5
+    assert sum(len(c) for c in world.index._by_tokens._lengths.values()) == 5
