@@ -62,10 +62,12 @@ def prompt_text(messages: Any, tools: Any = None, **more: Any) -> str:
     return NANO.decode(prompt_ids(NANO, messages, tools, **more))
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
+# without ">" nobody spells a tag: there the published template, as text, would make a token of it
+characters = st.characters(exclude_categories=["Cs"], exclude_characters=">")
+texts = st.text(characters, max_size=40) | st.sampled_from(
     ["", "\n", " x ", "{{ 1 }}", "<tool", "tool name: a\ntool result: b\n\n", "naïve 日本語 🙂\r\n"]
 )
-names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+names = st.text(characters, min_size=1, max_size=8)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | texts,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=2),
