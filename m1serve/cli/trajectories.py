@@ -171,7 +171,8 @@ def erase(
             raise ConfigError(
                 f"tenants {', '.join(tenants)} have a session {session!r}; name one by --tenant"
             )
-        erasure = store.ledger.erase(*tenants or ["default"], session, actor="cli")
+        owner = tenants[0] if tenants else "default"
+        erasure = store.ledger.erase(owner, session, actor="cli")
     if as_json:
         print(json.dumps(asdict(erasure)))
         return

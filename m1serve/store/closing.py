@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from sqlalchemy import Select, and_, insert, or_, select, update
+from sqlalchemy import and_, insert, or_, select, update
 from sqlalchemy.orm import Session
 
 from m1serve.store.claims import CLAIMABLE
@@ -139,7 +139,7 @@ class SessionCloser:
             .with_for_update()
         )
         for row in self._session.scalars(query).all():
-            feedback = self._session.scalars(_feedback_on(row)).one_or_none()
+            feedback = _feedback_on(self._session, row)
             if feedback is not None and not self._is_said(row, feedback):
                 reward = Reward(value=feedback.value, evidence=feedback.feedback_id)
                 verdict = Verdict(scorer=FEEDBACK_SCORER, scorer_version="1", reward=reward)
@@ -200,7 +200,7 @@ class SessionCloser:
         self._db.insert_new(self._session, JobRow, jobs)
 
 
-def _feedback_on(row: TrajectoryRow) -> Select[tuple[FeedbackRow]]:
+def _feedback_on(session: Session, row: TrajectoryRow) -> FeedbackRow | None:
     """The newest reward given to it, one of its turns or requests, or its session."""
     own = (
         select(TurnRow)
@@ -221,7 +221,8 @@ def _feedback_on(row: TrajectoryRow) -> Select[tuple[FeedbackRow]]:
             is_of_session,
         ),
     )
-    return query.order_by(FeedbackRow.at.desc(), FeedbackRow.feedback_id).limit(1)
+    newest = query.order_by(FeedbackRow.at.desc(), FeedbackRow.feedback_id).limit(1)
+    return session.scalars(newest).one_or_none()
 
 
 def _why_not_trainable(segment: Segment, row: SessionRow) -> str:
