@@ -236,14 +236,6 @@ class CompletionRequest(GenerationFields):
         return bool(self.echo) and self.shows_logprobs
 
 
-class FeedbackRequest(_Strict):
-    value: float
-    metric: str = Field(default="reward", min_length=1, max_length=128)
-    session_id: str | None = Field(default=None, min_length=1, max_length=128)
-    turn_id: str | None = Field(default=None, min_length=1, max_length=128)
-    comment: str = Field(default="", max_length=8192)
-
-
 class RetrainRequest(_Strict):
     model_id: str | None = None
     trigger: str = Field(default="admin", min_length=1, max_length=64)

@@ -42,7 +42,9 @@ def test_tokens_go_and_what_others_share_stays(workshop: Any) -> None:
         store.ledger.trajectory(row.trajectory_id)
     with store._db.read() as session:
         stored = session.scalars(select(TurnRow).where(TurnRow.turn_id == gone.turn_id)).one()
-        assert {stored.completion, stored.prompt_tail, stored.logprobs, stored.token_flags} == {b"\0"}
+        assert {stored.completion, stored.prompt_tail, stored.logprobs, stored.token_flags} == {
+            b"\0"
+        }
         assert (stored.sampled_logprobs, stored.num_completion) == (None, 2)
         assert stored.erased_at == erasure.erased_at
     (after,) = store.ledger.list_trajectories(session_id="gone")
