@@ -41,6 +41,8 @@ class Tau2Task:
     id: str
     instructions: str
     """As they stand in the user simulator's prompt."""
+    heard: str | None
+    """What the agent said last in a conversation that was begun already."""
     calls: tuple[Call, ...]
     last_words: tuple[str, ...]
     assertions: tuple[str, ...]
@@ -63,20 +65,16 @@ def tau2_script(clone: Path, domain: str) -> list[Line]:
         before, after = _USER_CALLS.get(task.id, ((), ()))
         texts = [call_text([call]) for call in before]
         texts += [f"{name} please see to it.", *(call_text([call]) for call in after), STOP]
-        users.append(
-            Part(cue=task.instructions, texts=tuple(texts), first_turn=task.num_user_turns)
-        )
+        cue = task.heard or task.instructions
+        users.append(Part(cue=cue, texts=tuple(texts), first_turn=task.num_user_turns))
         same = [t for t in tasks if (t.instructions, t.num_user_turns) == key]
         words = list(dict.fromkeys(word for t in same for word in t.last_words))
         texts_of_agent = agent_texts(max((t.calls for t in same), key=len), words)
         cue = f"user\n{name}"
         agents.append(Part(cue=cue, texts=texts_of_agent, first_turn=task.num_agent_turns))
-    users.sort(key=lambda part: -len(part.cue))
-    # with a history, the same instructions play at later turns: a line for every turn that is left
-    # of one would come before the other's
-    lines = script([*users, *agents])
-    timed = [line for line in lines if "turn" in line]
-    return [*judges, *timed, *(line for line in lines if "turn" not in line)]
+    # instructions may be part of longer ones, and of those of a conversation that was begun
+    users.sort(key=lambda part: (-part.first_turn, -len(part.cue)))
+    return [*judges, *script([*users, *agents])]
 
 
 def read_tasks(clone: Path, domain: str) -> list[Tau2Task]:
@@ -107,6 +105,7 @@ def _task(raw: dict[str, dict[str, object]]) -> Tau2Task:
     return Tau2Task(
         id=str(raw["id"]),
         instructions=_instructions(raw["user_scenario"]["instructions"]),
+        heard=f"user\n{history[-1]['content']}" if history else None,
         calls=tuple(calls),
         last_words=_words(criteria.get("communicate_info")),
         assertions=_words(criteria.get("nl_assertions")),

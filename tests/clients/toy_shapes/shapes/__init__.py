@@ -1,0 +1,1 @@
+"""Areas and perimeters of plane shapes."""
