@@ -117,3 +117,36 @@ def set_revision(db: Database, revision: str) -> None:
         connection.execute(
             sa.text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision}
         )
+
+
+def test_a_ledger_of_the_first_schema_is_read_after_its_upgrade(empty_url: str) -> None:
+    db = Database(empty_url)
+    with db.connection() as connection:
+        command.upgrade(alembic_config(connection), "0001")
+        rows = {
+            "sessions": {"session_key": "k", "session_id": "s", "tenant_id": "t"},
+            "turns": {"turn_id": "turn", "session_key": "k", "request_id": "r"},
+            "feedback": {"feedback_id": "f", "tenant_id": "t", "value": 1.0},
+        }
+        for table, values in rows.items():
+            insert_old(connection, table, values)
+    db.close()
+    store = Store.open(empty_url)
+    with store._db.read() as session:
+        found = session.execute(
+            sa.text("SELECT session_source, is_ambiguous, source FROM turns, sessions, feedback")
+        ).one()
+    assert tuple(found) == ("unknown", 0, "client")
+    store.close()
+
+
+def insert_old(connection: sa.Connection, table: str, values: dict[str, object]) -> None:
+    """A row with something in every column that wants it."""
+    filled = dict(values)
+    for column in sa.inspect(connection).get_columns(table):
+        if not column["nullable"] and column["name"] not in filled:
+            is_json = isinstance(column["type"], sa.JSON)
+            filled[str(column["name"])] = "{}" if is_json else column["type"].python_type()
+    names = ", ".join(f'"{name}"' for name in filled)
+    marks = ", ".join(f":{name}" for name in filled)
+    connection.execute(sa.text(f"INSERT INTO {table} ({names}) VALUES ({marks})"), filled)
