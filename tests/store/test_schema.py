@@ -137,6 +137,9 @@ def test_a_ledger_of_the_first_schema_is_read_after_its_upgrade(empty_url: str) 
             sa.text("SELECT session_source, is_ambiguous, source FROM turns, sessions, feedback")
         ).one()
     assert tuple(found) == ("unknown", 0, "client")
+    with store._db.connection() as connection:
+        command.downgrade(alembic_config(connection), "0001")
+        assert connection.execute(sa.text("SELECT count(*) FROM turns")).scalar() == 1
     store.close()
 
 

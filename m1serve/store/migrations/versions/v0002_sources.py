@@ -11,29 +11,29 @@ branch_labels = None
 depends_on = None
 
 
+# plain ALTERs: batch mode copies a table and drops it, which rows that refer to it forbid
+
+
 def upgrade() -> None:
-    with op.batch_alter_table("sessions") as table:
-        table.add_column(
-            sa.Column("is_ambiguous", sa.Boolean(), nullable=False, server_default=sa.false())
-        )
-    with op.batch_alter_table("turns") as table:
-        table.add_column(
-            sa.Column("session_source", sa.String(), nullable=False, server_default="unknown")
-        )
-        table.create_index("ix_turns_request_id", ["request_id"])
-    with op.batch_alter_table("feedback") as table:
-        table.add_column(sa.Column("request_id", sa.String(), nullable=True))
-        table.add_column(sa.Column("source", sa.String(), nullable=False, server_default="client"))
-        table.create_index("ix_feedback_tenant_id_request_id", ["tenant_id", "request_id"])
+    is_ambiguous = sa.Column(
+        "is_ambiguous", sa.Boolean(), nullable=False, server_default=sa.false()
+    )
+    op.add_column("sessions", is_ambiguous)
+    session_source = sa.Column(
+        "session_source", sa.String(), nullable=False, server_default="unknown"
+    )
+    op.add_column("turns", session_source)
+    op.create_index("ix_turns_request_id", "turns", ["request_id"])
+    op.add_column("feedback", sa.Column("request_id", sa.String(), nullable=True))
+    source = sa.Column("source", sa.String(), nullable=False, server_default="client")
+    op.add_column("feedback", source)
+    op.create_index("ix_feedback_tenant_id_request_id", "feedback", ["tenant_id", "request_id"])
 
 
 def downgrade() -> None:
-    with op.batch_alter_table("feedback") as table:
-        table.drop_index("ix_feedback_tenant_id_request_id")
-        table.drop_column("source")
-        table.drop_column("request_id")
-    with op.batch_alter_table("turns") as table:
-        table.drop_index("ix_turns_request_id")
-        table.drop_column("session_source")
-    with op.batch_alter_table("sessions") as table:
-        table.drop_column("is_ambiguous")
+    op.drop_index("ix_feedback_tenant_id_request_id", "feedback")
+    op.drop_column("feedback", "source")
+    op.drop_column("feedback", "request_id")
+    op.drop_index("ix_turns_request_id", "turns")
+    op.drop_column("turns", "session_source")
+    op.drop_column("sessions", "is_ambiguous")
