@@ -30,6 +30,7 @@ NASTY = st.lists(
         ),
         st.text(max_size=4),
     ),
+    min_size=6,
     max_size=40,
 ).map("".join)
 
