@@ -7,10 +7,11 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import openai
+import pydantic
 import pytest
 import pytest_asyncio
 import torch
@@ -214,6 +215,47 @@ async def test_a_scripted_reply_that_breaks_the_grammar_is_an_error(
         with pytest.raises(openai.APIError):
             await ask(world, response_format=JSON_ORDER)
         assert (await ask(world)).choices[0].message.content == "It is pending."
+
+
+class Line(pydantic.BaseModel):
+    sku: Literal["a", "b"]
+    count: int | None
+
+
+class Order(pydantic.BaseModel):
+    """Nested models, unions and literals, as the client's own helper turns them into a schema."""
+
+    lines: Annotated[list[Line], pydantic.Field(max_length=2)]
+    kind: Literal["order", "return"]
+    before: Line | None = None
+
+
+async def test_the_clients_own_models_are_filled(on_nano: Any) -> None:
+    async with on_nano() as world:
+        answers = await asyncio.gather(
+            *(
+                world.client.chat.completions.parse(
+                    model="fake", messages=USER, response_format=Order, seed=seed, max_tokens=500
+                )
+                for seed in range(4)
+            ),
+            return_exceptions=True,
+        )
+        cut = [a for a in answers if isinstance(a, openai.LengthFinishReasonError)]
+        filled = [a.choices[0].message.parsed for a in answers if a not in cut]
+        assert all(isinstance(order, Order) for order in filled)
+        assert len(filled) >= 2
+
+
+async def test_the_clients_own_tools_are_filled(on_nano: Any) -> None:
+    tools = [openai.pydantic_function_tool(Line)]
+    async with on_nano() as world:
+        answer = await world.client.chat.completions.parse(
+            model="fake", messages=USER, tools=tools, tool_choice="required", seed=1, max_tokens=900
+        )
+        calls = answer.choices[0].message.tool_calls
+        assert calls
+        assert all(isinstance(made.function.parsed_arguments, Line) for made in calls)
 
 
 # ---- calls ---------------------------------------------------------------------------------------
