@@ -9,6 +9,7 @@ import typer
 
 from m1serve import __version__
 from m1serve.cli import (
+    bench,
     chat,
     demo,
     doctor,
@@ -58,6 +59,7 @@ app.add_typer(runs.app, name="runs")
 app.add_typer(weights.app, name="weights")
 app.add_typer(trajectories.app, name="trajectories")
 app.add_typer(keys.app, name="keys")
+app.add_typer(bench.app, name="bench")
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
