@@ -97,8 +97,8 @@ def check_clone(directory: Path, harness: Harness) -> Clone:
     )
     top, _, commit = asked.stdout.strip().partition("\n")
     if asked.returncode != 0 or Path(top).resolve() != directory:
-        warning = f"{directory} is not a git checkout, so its commit is not known"
-        return Clone(directory=directory, commit=None, warning=f"{warning}; {_tried(harness)}")
+        unknown = f"{directory} is not a git checkout, so its commit is not known"
+        return Clone(directory=directory, commit=None, warning=f"{unknown}; {_tried(harness)}")
     warning = None if commit == harness.commit else f"{directory} is at {commit}; {_tried(harness)}"
     return Clone(directory=directory, commit=commit, warning=warning)
 

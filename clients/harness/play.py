@@ -92,17 +92,15 @@ def _think(thought: str) -> str:
 
 
 def _spoil(value: object) -> bool:
-    entries: Iterable[tuple[object, object]]
     if isinstance(value, dict):
-        entries = list(value.items())
-    elif isinstance(value, list):
-        entries = list(enumerate(value))
-    else:
-        return False
-    for key, inner in entries:
-        if isinstance(inner, str):
-            value[key] = inner + "-wrong"
-            return True
-        if _spoil(inner):
-            return True
+        return any(_spoil_at(value, key, inner) for key, inner in list(value.items()))
+    if isinstance(value, list):
+        return any(_spoil_at(value, place, inner) for place, inner in enumerate(value))
     return False
+
+
+def _spoil_at(container: dict[object, object] | list[object], key: object, inner: object) -> bool:
+    if not isinstance(inner, str):
+        return _spoil(inner)
+    container[key] = inner + "-wrong"  # type: ignore[call-overload]
+    return True
