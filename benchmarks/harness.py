@@ -76,7 +76,9 @@ def prove(
     try:
         report = _tau(arguments, server, "retail", scratch / "r", concurrency=SESSION_CONCURRENCY)
         keep("tau_retail", _short(report))
-        keep("session_accuracy", _session_accuracy(scratch / "oracle", Path(report.results)))
+        sessions = _sessions(scratch / "oracle", Path(report.results))
+        keep("session_accuracy", sessions["accuracy"])
+        keep("sessions", sessions)
         keep("tau_airline", _short(_tau(arguments, server, "airline", scratch / "a")))
         keep("tau_mutated", _mutated(arguments, scratch))
         keep("agentless", _agentless(arguments, server, scratch / "g"))
@@ -142,7 +144,7 @@ def _agentless(arguments: argparse.Namespace, server: LocalServer, out: Path) ->
     return {key: report[key] for key in ("patch_correct", "instances", "patched", "wall_s")}
 
 
-def _session_accuracy(home: Path, results: Path) -> dict[str, object]:
+def _sessions(home: Path, results: Path) -> dict[str, object]:
     """Against the harness's own logs; what was never ingested counts as wrong."""
     _ingest(home / "home")
     sessions = _sessions_by_episode(home / "home")

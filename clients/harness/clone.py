@@ -39,10 +39,10 @@ TAU = Harness(
         "openai==3.57.0",
         "mistralai==3.7.0",
         "anthropic==2.14.0",
-        "google-generativeai>=0.5.4",
+        "google-generativeai==0.8.6",
         "tenacity==9.2.1",
         "termcolor==3.3.0",
-        "numpy>=1.26.4",
+        "numpy==2.4.6",
     ),
     modules=("litellm", "termcolor", "tenacity"),
 )
@@ -52,11 +52,11 @@ TAU2 = Harness(
     commit="a2c024725189473d2d7cea3a5cfdbcc67478e41f",
     files=("src/tau2/cli.py", "data/tau2/domains/retail/tasks.json"),
     requirements=(
-        "litellm>=1.80.15,<1.82.7",
-        *("rich", "tabulate>=0.9.0", "fastapi>=0.115.11", "uvicorn>=0.34.0", "pandas>=2.2.3"),
-        *("psutil>=7.0.0", "loguru>=0.7.3", "docstring-parser>=0.16", "tenacity>=9.0.0"),
-        *("deepdiff>=8.4.2", "addict>=2.4.0", "PyYAML>=6.0.2", "toml>=0.10.2"),
-        *("python-dotenv>=1.0.0", "typer>=0.12.5", "requests>=2.31.0", "numpy>=1.24.0"),
+        *("litellm==1.82.6", "rich==15.0.0", "tabulate==0.10.0", "fastapi==0.165.0"),
+        *("uvicorn==0.54.0", "pandas==3.1.1", "psutil==7.2.2", "loguru==0.7.3"),
+        *("docstring-parser==0.18.0", "tenacity==9.2.1", "deepdiff==9.1.0", "addict==2.4.0"),
+        *("PyYAML==6.0.4", "toml==0.10.2", "python-dotenv==1.2.4", "typer==0.29.2"),
+        *("requests==2.34.2", "numpy==2.4.6"),
     ),
     modules=("litellm", "loguru", "deepdiff", "addict"),
 )
@@ -66,8 +66,9 @@ AGENTLESS = Harness(
     commit="5ce5888b9f149beaace393957a55ea8ee46c9f71",
     files=("agentless/fl/localize.py", "agentless/repair/repair.py", "agentless/repair/rerank.py"),
     requirements=(
-        *("anthropic", "openai", "datasets", "tiktoken", "libcst", "jsonlines", "pandas"),
-        *("llama-index-core", "llama-index-embeddings-openai"),
+        *("anthropic==2.14.0", "openai==3.57.0", "datasets==5.2.0", "tiktoken==0.14.0"),
+        *("libcst==1.9.0", "jsonlines==4.0.0", "pandas==3.1.1", "llama-index-core==0.14.25"),
+        "llama-index-embeddings-openai==0.7.0",
     ),
     modules=("openai", "datasets", "libcst", "tiktoken", "llama_index.core"),
 )

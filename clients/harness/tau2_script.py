@@ -69,9 +69,8 @@ def tau2_script(clone: Path, domain: str) -> list[Line]:
         users.append(Part(cue=cue, texts=tuple(texts), first_turn=task.num_user_turns))
         same = [t for t in tasks if (t.instructions, t.num_user_turns) == key]
         words = list(dict.fromkeys(word for t in same for word in t.last_words))
-        texts_of_agent = agent_texts(
-            max((t.calls for t in same), key=lambda calls: len(calls)), words
-        )
+        longest = max(same, key=lambda t: len(t.calls))
+        texts_of_agent = agent_texts(longest.calls, words)
         cue = f"user\n{name}"
         agents.append(Part(cue=cue, texts=texts_of_agent, first_turn=task.num_agent_turns))
     # instructions may be part of longer ones, and of those of a conversation that was begun
