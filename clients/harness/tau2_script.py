@@ -61,7 +61,7 @@ def tau2_script(clone: Path, domain: str) -> list[Line]:
         key = (task.instructions, task.num_user_turns)
         if key in plays:
             continue
-        plays[key] = name = f"TASK {domain} {task.id} :"
+        plays[key] = name = f"TASK tau2-{domain} {task.id} :"
         before, after = _USER_CALLS.get(task.id, ((), ()))
         texts = [call_text([call]) for call in before]
         texts += [f"{name} please see to it.", *(call_text([call]) for call in after), STOP]
