@@ -15,18 +15,18 @@ depends_on = None
 
 
 def upgrade() -> None:
-    is_ambiguous = sa.Column(
-        "is_ambiguous", sa.Boolean(), nullable=False, server_default=sa.false()
+    no = sa.false()
+    op.add_column(
+        "sessions", sa.Column("is_ambiguous", sa.Boolean(), nullable=False, server_default=no)
     )
-    op.add_column("sessions", is_ambiguous)
-    session_source = sa.Column(
-        "session_source", sa.String(), nullable=False, server_default="unknown"
+    op.add_column(
+        "turns", sa.Column("session_source", sa.String(), nullable=False, server_default="unknown")
     )
-    op.add_column("turns", session_source)
     op.create_index("ix_turns_request_id", "turns", ["request_id"])
     op.add_column("feedback", sa.Column("request_id", sa.String(), nullable=True))
-    source = sa.Column("source", sa.String(), nullable=False, server_default="client")
-    op.add_column("feedback", source)
+    op.add_column(
+        "feedback", sa.Column("source", sa.String(), nullable=False, server_default="client")
+    )
     op.create_index("ix_feedback_tenant_id_request_id", "feedback", ["tenant_id", "request_id"])
 
 
