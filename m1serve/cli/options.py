@@ -128,7 +128,10 @@ def open_store(settings: Settings, *, must_exist: bool = True) -> Iterator[Store
 
     file = Path(settings.database.removeprefix("sqlite:///"))
     if must_exist and settings.database.startswith("sqlite:///") and not file.exists():
-        raise ConfigError(f"no database at {file}; give the --home of a server that has run")
+        raise ConfigError(
+            f"no database at {file}; give the --home of a server that has run, or make one: "
+            "`m1serve up` does, or `m1serve weights init` with the same settings"
+        )
     attempts = settings.score.max_attempts
     if must_exist:
         store = Store.open(settings.database, job_max_attempts=attempts)
