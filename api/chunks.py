@@ -56,15 +56,16 @@ class ChunkWriter:
         self._frames: dict[tuple[int, str], tuple[str, str]] = {}
 
     def started(self) -> bytes:
-        """The first chunk of every choice."""
-        more: dict[str, object] = {}
-        if self._body.return_token_ids:
-            more["prompt_token_ids"] = self._exchange.prepared.generate.prompt_ids
+        """The first chunk of every choice; the very first tells the prompt's ids, if asked to."""
         role: dict[str, object] = {"role": "assistant", "content": ""}
-        return b"".join(
-            self._chunk([self._choice(choice, role, tokens=0)], self._version(choice), more)
-            for choice in self._exchange.choices
-        )
+        chunks = []
+        for choice in self._exchange.choices:
+            more: dict[str, object] = {}
+            if self._body.return_token_ids and choice.index == 0:
+                more["prompt_token_ids"] = self._exchange.prepared.generate.prompt_ids
+            value = self._choice(choice, role, tokens=0)
+            chunks.append(self._chunk([value], self._version(choice), more))
+        return b"".join(chunks)
 
     def step(self, choice: ChoiceStream, events: list[ReplyEvent]) -> bytes:
         frame = self._slow_chunk if self._has_token_fields else self._framed

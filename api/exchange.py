@@ -144,6 +144,13 @@ class Exchange:
         num_tokens = sum(len(choice.token_ids) for choice in self.choices)
         return num_tokens * (1 + self.prepared.generate.top_logprobs)
 
+    @property
+    def num_shown_prompt(self) -> int:
+        """Prompt tokens that are written, as ids once and as text with every choice."""
+        body = self.prepared.body
+        times = bool(body.return_token_ids) + len(self.choices) * bool(getattr(body, "echo", False))
+        return times * len(self.prepared.generate.prompt_ids)
+
     def usage(self) -> dict[str, object]:
         prompt = len(self.prepared.generate.prompt_ids)
         completion = sum(len(choice.token_ids) for choice in self.choices)
@@ -196,7 +203,9 @@ class Exchange:
         """Before the last byte is sent: the client's next request may be here at once."""
         prepared, message = self.prepared, choice.message
         if not prepared.messages:
-            ids = choice.token_ids[: choice.num_shown]
+            # as a client replays it: what stopped the text is not in it
+            is_token = choice.stop is StopCause.STOP_TOKEN
+            ids = choice.token_ids[: choice.num_shown - is_token]
             self.serving.sessions.completed(prepared.placement, ids)
             return
         self.serving.sessions.answered(prepared.placement, message, prepared.chain)

@@ -45,6 +45,10 @@ class ExchangeBatch:
         return shown
 
     @property
+    def num_shown_prompt(self) -> int:
+        return sum(exchange.num_shown_prompt for exchange in self.exchanges)
+
+    @property
     def is_client_gone(self) -> bool:
         return self.exchanges[0].is_client_gone
 

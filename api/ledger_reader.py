@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
+
+import anyio
+import anyio.to_thread
 
 from m1serve.errors import StoreError
 from m1serve.store import Store
-from m1serve.store.session_report import SessionReport
+
+READ_S = 5.0
+"""A database that hangs is away, for whoever asks."""
+NUM_READERS = 2
 
 
 class LedgerReader:
@@ -17,10 +25,28 @@ class LedgerReader:
         self._open = open_store
         self._lock = threading.Lock()
         self._store: Store | None = None
+        # places of its own: a database that hangs takes none of those that requests are parsed in
+        self._places = anyio.CapacityLimiter(NUM_READERS)
 
-    def session(self, tenant_id: str, session_id: str) -> SessionReport | None:
-        """Blocks. StoreError while there is no database."""
-        return self._opened().ledger.session_report(tenant_id, session_id)
+    async def session(self, tenant_id: str, session_id: str) -> bytes | None:
+        """As JSON, None when there is none. StoreError while the database is away."""
+        try:
+            with anyio.fail_after(READ_S):
+                return await anyio.to_thread.run_sync(
+                    self._session,
+                    tenant_id,
+                    session_id,
+                    limiter=self._places,
+                    abandon_on_cancel=True,
+                )
+        except TimeoutError:
+            raise StoreError(f"the ledger did not answer within {READ_S:g} s") from None
+
+    def _session(self, tenant_id: str, session_id: str) -> bytes | None:
+        report = self._opened().ledger.session_report(tenant_id, session_id)
+        if report is None:
+            return None
+        return json.dumps({"id": session_id, "object": "session", **asdict(report)}).encode()
 
     def close(self) -> None:
         with self._lock:

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 ABORT_WAIT_S = 1.0
 """How long the engine may take to hand over what an aborted request had sampled."""
 LARGE_ANSWER_LOGPROBS = 4096
-"""From here on writing the body takes tens of milliseconds, which would hold up other streams."""
+LARGE_PROMPT = 65_536
+"""From here on writing them takes tens of milliseconds, which would hold up other streams."""
 
 
 class _ClientGone(Exception):
@@ -111,7 +112,7 @@ class LiveResponse(Response):
         async with aclosing(self._exchange.steps()) as steps:
             async for step in steps:
                 if isinstance(step, Started):
-                    await self._send(send, writer.started())
+                    await self._send(send, await self._beside(writer.started))
                 elif data := writer.step(step.choice, step.events):
                     if self._exchange.has_ended:
                         # some clients stop reading at the finish reason
@@ -127,11 +128,19 @@ class LiveResponse(Response):
         await self._send(send, await self._body(), is_last=True)
 
     async def _body(self) -> bytes:
-        exchange = self._exchange
-        if exchange.num_shown_logprobs < LARGE_ANSWER_LOGPROBS:
-            return self._new_body()
-        threads = exchange.serving.threads
-        return await anyio.to_thread.run_sync(self._new_body, limiter=threads)
+        if self._exchange.num_shown_logprobs < LARGE_ANSWER_LOGPROBS:
+            return await self._beside(self._new_body)
+        return await self._in_thread(self._new_body)
+
+    async def _beside(self, write: Callable[[], bytes]) -> bytes:
+        """In a thread where a large prompt is written too."""
+        if self._exchange.num_shown_prompt < LARGE_PROMPT:
+            return write()
+        return await self._in_thread(write)
+
+    async def _in_thread(self, write: Callable[[], bytes]) -> bytes:
+        threads = self._exchange.serving.threads
+        return await anyio.to_thread.run_sync(write, limiter=threads)
 
     async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":

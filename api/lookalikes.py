@@ -14,6 +14,9 @@ from m1serve.store.records import SessionSource
 if TYPE_CHECKING:
     from m1serve.api.token_prefixes import ReadPrompt
 
+MAX_ALIKE = 1024
+"""Of equal conversations only the newest are looked through."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
@@ -55,6 +58,8 @@ class Placement:
     repeats: Placement | None = None
     """The attempt that this declared retry repeats."""
     is_retried: bool = False
+    is_forgotten: bool = False
+    """Answers that come now are not kept."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

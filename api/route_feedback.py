@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 
-import anyio.to_thread
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
@@ -33,8 +31,7 @@ def feedback_router(serving: Serving) -> APIRouter:
             idempotency_key=request.headers.get("idempotency-key"),
             at=time.time(),
         )
-        serving.journal.append(record)
-        await serving.written()
+        await serving.journalled(record)
         return JSONResponse({"id": record.feedback_id, "object": "feedback"})
 
     # ids may hold slashes
@@ -44,12 +41,10 @@ def feedback_router(serving: Serving) -> APIRouter:
         serving.require_capture()
         check_label(session_id, "session id")
         serving.sessions.end(caller.tenant_id, session_id)
-        serving.journal.append(
-            SessionEnded(
-                session_id=session_id, tenant_id=caller.tenant_id, at=time.time(), reason="end"
-            )
+        end = SessionEnded(
+            session_id=session_id, tenant_id=caller.tenant_id, at=time.time(), reason="end"
         )
-        await serving.written()
+        await serving.journalled(end)
         return JSONResponse({"id": session_id, "object": "session", "status": "ended"})
 
     @router.get("/v1/sessions/{session_id:path}")
@@ -57,15 +52,13 @@ def feedback_router(serving: Serving) -> APIRouter:
         """As the ledger has it: what was answered a moment ago may not be in it yet."""
         caller = serving.keys.caller(request.headers.get("authorization"), Scope.READ)
         check_label(session_id, "session id")
-        report = await anyio.to_thread.run_sync(
-            serving.ledger.session, caller.tenant_id, session_id, limiter=serving.threads
-        )
+        report = await serving.ledger.session(caller.tenant_id, session_id)
         if report is None:
             raise RequestError(
                 f"no session {session_id!r} in the ledger; it is there soon after its first turn",
                 code="session_not_found",
                 status=404,
             )
-        return JSONResponse({"id": session_id, "object": "session", **asdict(report)})
+        return Response(report, media_type="application/json")
 
     return router

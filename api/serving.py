@@ -20,7 +20,7 @@ from m1serve.chat.template import template_digest
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import Settings
 from m1serve.engine.base import Engine
-from m1serve.errors import RequestError, StoreError
+from m1serve.errors import OverloadedError, RequestError, StoreError
 from m1serve.metrics import Metrics
 from m1serve.store.records import JournalRecord
 
@@ -101,6 +101,16 @@ class Serving:
         except TimeoutError:
             self.require_capture()
             logger.error("the journal's disk does not answer; a crash now would lose turns")
+
+    async def journalled(self, record: JournalRecord) -> None:
+        """For what is nothing but a record: OverloadedError, a 503, when it may have been dropped.
+        Sent again it counts once.
+        """
+        before = self.journal.dropped
+        self.journal.append(record)
+        await self.written()
+        if self.journal.dropped > before:
+            raise OverloadedError("the journal is full and this was not kept; send it again")
 
     def defaults_of(self, name: str) -> AnswerDefaults:
         """Raises RequestError, a 404, for a name that is not served."""

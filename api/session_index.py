@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from m1serve.api.lookalikes import (
+    MAX_ALIKE,
     NO_TRAITS,
     Answer,
     Asker,
@@ -32,8 +33,6 @@ from m1serve.store.records import SessionSource
 
 MAX_REQUESTS = 50_000
 """About 2 KB each; the oldest are forgotten, and what goes on with them starts a session."""
-MAX_ALIKE = 1024
-"""Of equal conversations only the newest are looked through."""
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
 
@@ -121,6 +120,8 @@ class SessionIndex:
             traits=traits_of(message),
         )
         with self._lock:
+            if placement.is_forgotten:
+                return
             placement.answers.append(answer)
             _add(self._by_chain, answer.chain_key, answer)
             _add(self._by_prompt, answer.prompt_key, answer)
@@ -135,6 +136,8 @@ class SessionIndex:
             placement=placement, chain_key=b"", prompt_key=b"", traits=NO_TRAITS, token_key=key
         )
         with self._lock:
+            if placement.is_forgotten:
+                return
             placement.answers.append(answer)
             self._by_tokens.add(key, answer)
             self._touch(placement)
@@ -184,9 +187,15 @@ class SessionIndex:
     def _repeated(self, asker: Asker) -> Placement | None:
         """The attempt that a declared retry repeats: one that failed before one that still runs,
         and that before one that was answered. None when several sessions have such a one.
+
+        An answer that somebody went on with arrived: nobody asks for it again.
         """
         asked = self._by_request.get(_request_key(asker), ())
-        attempts = [placed for placed in asked if not placed.is_retried]
+        attempts = [
+            placed
+            for placed in asked
+            if not placed.is_retried and not any(answer.children for answer in placed.answers)
+        ]
         for kind in ((True, True), (False, False), (True, False)):
             of_kind = [p for p in attempts if (p.is_settled, p.is_lost) == kind]
             if of_kind:
@@ -236,6 +245,7 @@ class SessionIndex:
             self._sessions.popitem(last=False)
 
     def _forget(self, placement: Placement) -> None:
+        placement.is_forgotten = True
         _drop(self._by_request, _request_key(placement.asker), placement)
         for answer in placement.answers:
             if answer.token_key is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 
 from m1serve.api.choice import ChoiceStream
 from m1serve.api.chunks import DONE, sse
@@ -16,10 +17,7 @@ _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def text_completion_body(batch: ExchangeBatch) -> bytes:
-    choices = [
-        _TextChoice(exchange, choice, place).whole()
-        for place, (exchange, choice) in enumerate(_choices(batch))
-    ]
+    choices = [text.whole() for text in _text_choices(batch)]
     return _to_json(_head(batch) | {"choices": choices, "usage": batch.usage()}).encode()
 
 
@@ -28,10 +26,7 @@ class TextChunkWriter:
 
     def __init__(self, batch: ExchangeBatch) -> None:
         self._batch = batch
-        self._choices = {
-            choice.turn_id: _TextChoice(exchange, choice, place)
-            for place, (exchange, choice) in enumerate(_choices(batch))
-        }
+        self._choices = {text.turn_id: text for text in _text_choices(batch)}
         self._unopened = list(batch.exchanges)
 
     def started(self) -> bytes:
@@ -60,27 +55,51 @@ class TextChunkWriter:
         return sse(value)
 
 
+class _Prompt:
+    """Of all choices of an exchange."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    @cached_property
+    def echo(self) -> str:
+        """'' when it is not asked for. A million tokens take a while, so once and when needed."""
+        prepared = self._exchange.prepared
+        assert isinstance(prepared.body, CompletionRequest)
+        ids = prepared.generate.prompt_ids if prepared.body.echo else ()
+        return self._exchange.serving.tokenizer.decode(ids)
+
+
 class _TextChoice:
     """What of one choice is on the wire already."""
 
-    def __init__(self, exchange: Exchange, choice: ChoiceStream, place: int) -> None:
+    def __init__(
+        self, exchange: Exchange, choice: ChoiceStream, place: int, prompt: _Prompt
+    ) -> None:
         body = exchange.prepared.body
         assert isinstance(body, CompletionRequest)
         self._exchange, self._choice, self._place, self._body = exchange, choice, place, body
         tok, has_top = exchange.serving.tokenizer, body.num_top_logprobs > 0
         self._logprobs = TextLogprobs(tok, has_top=has_top)
-        self._prompt = tok.decode(exchange.prepared.generate.prompt_ids) if body.echo else ""
+        self._prompt = prompt
         self._num_sent = 0
+
+    @property
+    def turn_id(self) -> str:
+        return self._choice.turn_id
+
+    def _prompt_ids(self) -> dict[str, object]:
+        """Told once a prompt, by its first choice."""
+        if not self._body.return_token_ids or self._choice.index > 0:
+            return {}
+        return {"prompt_token_ids": self._exchange.prepared.generate.prompt_ids}
 
     @property
     def has_opening(self) -> bool:
         return bool(self._body.echo or self._body.return_token_ids)
 
     def opening(self) -> dict[str, object]:
-        value = self._value(self._prompt, self._prompt_logprobs())
-        if self._body.return_token_ids:
-            value["prompt_token_ids"] = self._exchange.prepared.generate.prompt_ids
-        return value
+        return self._value(self._prompt.echo, self._prompt_logprobs()) | self._prompt_ids()
 
     def piece(self, text: str) -> dict[str, object]:
         """`text` and the tokens that were not told yet."""
@@ -95,9 +114,9 @@ class _TextChoice:
         logprobs = self._answer_logprobs(0)
         if before is not None and logprobs is not None:
             logprobs = joined(before, logprobs)
-        value = self._value(self._prompt + self._choice.message.content, logprobs)
+        value = self._value(self._prompt.echo + self._choice.message.content, logprobs)
         if self._body.return_token_ids:
-            value["prompt_token_ids"] = self._exchange.prepared.generate.prompt_ids
+            value |= self._prompt_ids()
             value["token_ids"] = self._choice.token_ids
         return value | {"finish_reason": self._choice.finish_reason}
 
@@ -123,9 +142,14 @@ class _TextChoice:
         )
 
 
-def _choices(batch: ExchangeBatch) -> list[tuple[Exchange, ChoiceStream]]:
+def _text_choices(batch: ExchangeBatch) -> list[_TextChoice]:
     """All n of the first prompt, then of the second, and so on."""
-    return [(exchange, choice) for exchange in batch.exchanges for choice in exchange.choices]
+    texts: list[_TextChoice] = []
+    for exchange in batch.exchanges:
+        prompt = _Prompt(exchange)
+        for choice in exchange.choices:
+            texts.append(_TextChoice(exchange, choice, len(texts), prompt))
+    return texts
 
 
 def _head(batch: ExchangeBatch) -> dict[str, object]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from m1serve.api.lookalikes import Answer
+from m1serve.api.lookalikes import MAX_ALIKE, Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,19 @@ class TokenPrefixes:
         return list(found), ReadPrompt(scope, len(raw), state)
 
     def add(self, key: TokenKey, answer: Answer) -> None:
-        self._answers.setdefault(key, []).append(answer)
+        alike = self._answers.setdefault(key, [])
+        if len(alike) == MAX_ALIKE:
+            self.drop(key, alike[0])
+            alike = self._answers[key]
+        alike.append(answer)
         self._lengths.setdefault(key[0], Counter())[key[1]] += 1
 
     def drop(self, key: TokenKey, answer: Answer) -> None:
-        rest = [other for other in self._answers.get(key, ()) if other is not answer]
+        alike = self._answers.get(key, [])
+        rest = [other for other in alike if other is not answer]
+        if len(rest) == len(alike):
+            # pushed out by lookalikes before
+            return
         if rest:
             self._answers[key] = rest
         else:

@@ -44,6 +44,7 @@ class CallBlock:
         """The text ended inside the block; `rest` is what `feed` left over."""
         self._draft.is_well_formed = False
         if self._step == self._in_object:
+            self._draft.has_cut_call = True
             self._draft.say("".join(self._held) + rest)
 
     def _between_objects(self, text: str, start: int) -> int:
@@ -75,6 +76,7 @@ class CallBlock:
                 self._scanner, self._step = JsonScanner(), self._in_arguments
                 return place - 1
         elif why is not ScanEnd.OPEN:
+            self._draft.has_cut_call |= why is ScanEnd.CUT
             self._take_object("".join(self._held))
             self._step = self._between_objects if why is ScanEnd.CLOSED else self._at_cut
         return place

@@ -1,8 +1,8 @@
 """`history: exact`: the ids behind messages we returned, so sampled tokens stay as they were.
 
 A conversation is known by the canonical hash of its messages up to an answer of ours. Two rollouts
-may look alike and differ in their thinking: call ids, then the session, then the replayed reasoning
-tell them apart.
+may look alike and differ in their thinking: call ids, the replayed reasoning and the session tell
+them apart. Where they cannot, text is rendered: no prompt holds a thought that may be another's.
 """
 
 from __future__ import annotations
@@ -151,23 +151,33 @@ class HistoryIndex:
         )
 
     def _find(self, key: bytes, answer: ChatMessage, session_id: str | None) -> _Remembered | None:
-        call_ids = tuple(call.id for call in answer.tool_calls)
-        reasoning = _digest(answer.reasoning)
         with self._lock:
-            alike = self._turns.get(key)
-            if not alike:
-                return None
-            self._turns.move_to_end(key)
-            # max takes the first of equals, so the newest comes first
-            return max(
-                reversed(alike),
-                key=lambda turn: (
-                    bool(call_ids) and turn.call_ids == call_ids,
-                    turn.session_id == session_id,
-                    turn.reasoning == reasoning,
-                ),
-            )
+            alike = list(reversed(self._turns.get(key, ())))
+            if alike:
+                self._turns.move_to_end(key)
+        return _the_one(alike, answer, session_id)
+
+
+def _the_one(
+    alike: Sequence[_Remembered], answer: ChatMessage, session_id: str | None
+) -> _Remembered | None:
+    """Of equal turns, newest first, the one that `answer` can only be; None when several can."""
+    call_ids = tuple(call.id for call in answer.tool_calls if call.id)
+    called = [turn for turn in alike if call_ids and turn.call_ids == call_ids]
+    if not called and answer.reasoning:
+        # a thought that is none of theirs was not ours
+        reasoning = _digest(answer.reasoning)
+        alike = [turn for turn in alike if turn.reasoning == reasoning]
+    left = called or alike
+    # one session's choices that read the same: the newest
+    own = [turn for turn in left if session_id is not None and turn.session_id == session_id]
+    if own:
+        return own[0]
+    is_clear = all(turn.ids == left[0].ids for turn in left)
+    return left[0] if left and is_clear else None
 
 
 def _digest(text: str | None) -> bytes:
-    return hashlib.blake2b((text or "").encode("utf-8", "replace"), digest_size=8).digest()
+    """Clients trim what they replay."""
+    told = (text or "").strip()
+    return hashlib.blake2b(told.encode("utf-8", "replace"), digest_size=8).digest()

@@ -61,6 +61,8 @@ class ReplyDraft:
 
     def __init__(self) -> None:
         self.is_well_formed = True
+        self.has_cut_call = False
+        """An object in a block of calls ended before its name was known; it is in the content."""
         self._events: list[ReplyEvent] = []
         self._reasoning: list[str] | None = None
         self._content: list[str] = []
@@ -102,7 +104,7 @@ class ReplyDraft:
 
     @property
     def has_broken_call(self) -> bool:
-        return not all(call.is_whole for call in self._calls)
+        return self.has_cut_call or not all(call.is_whole for call in self._calls)
 
     def parsed(self) -> ParsedReply:
         content = "".join(self._content)

@@ -93,7 +93,9 @@ class GrammarCompiler:
         if self._is_closed:
             raise EngineError("the engine is closed")
         if self._num_stuck >= MAX_STUCK:
-            raise OverloadedError("the grammar compiler is stuck; the replica has to be restarted")
+            raise OverloadedError(
+                "the grammar compiler is busy with schemas that take too long; try again"
+            )
         worker = self._ready_worker()
         if self._vocabulary is None:
             # a large one takes seconds, once; that is no fault of the grammar's
@@ -106,11 +108,18 @@ class GrammarCompiler:
             if not worker.is_at(job):
                 raise OverloadedError("other grammars are being compiled; try again") from None
         if self._worker is worker:
-            # a thread cannot be killed: it is left behind and counted
-            self._worker, self._num_stuck = None, self._num_stuck + 1
+            # a thread cannot be killed: it is left behind and counted until it comes back
+            self._worker = None
+            self._count_stuck(1)
+            job.add_done_callback(lambda _: self._count_stuck(-1))
+            worker.stop()
         error = _refusal(grammar, f"it does not compile within {self._compile_s:g} s; simplify it")
         self._keep(grammar, error)
         raise error
+
+    def _count_stuck(self, change: int) -> None:
+        with self._lock:
+            self._num_stuck += change
 
     def _ready_worker(self) -> _Worker:
         if self._worker is None:

@@ -20,6 +20,7 @@ from m1serve.store.closing import SessionCloser
 from m1serve.store.database import Database, changed, chunks
 from m1serve.store.jobs import SCORE
 from m1serve.store.prompts import block_names
+from m1serve.store.session_rows import is_about_session
 from m1serve.store.tables import (
     FeedbackRow,
     PromptBlockRow,
@@ -165,9 +166,7 @@ def _erase(session: Session, row: SessionRow, at: float) -> tuple[int, int]:
     for part in chunks(keys):
         jobs = update(JobRow).where(JobRow.key.in_(part), JobRow.state.in_(("queued", "running")))
         changed(session, jobs.values(state="dead", token=None, error=ERASED, finished_at=at))
-    said = update(FeedbackRow).where(
-        FeedbackRow.tenant_id == row.tenant_id, FeedbackRow.session_id == row.session_id
-    )
+    said = update(FeedbackRow).where(is_about_session(row))
     changed(session, said.values(comment=""))
     return num_turns, num_blocks
 

@@ -42,8 +42,17 @@ class LostSessions:
                 name = (record.tenant_id, record.session_id or "")
                 if is_mark(record):
                     self._marked.discard(name)
-                if name not in self._marked and len(self._lost) < _MAX_SESSIONS:
+                if name in self._marked or name in self._lost:
+                    continue
+                if len(self._lost) < _MAX_SESSIONS:
                     self._lost.add(name)
+                else:
+                    _log.critical(
+                        "session %s of tenant %s lost a turn and cannot be marked as incomplete: "
+                        "%d others wait to be marked; do not train on this ledger",
+                        *reversed(name),
+                        _MAX_SESSIONS,
+                    )
 
     def take(self) -> list[SessionEnded]:
         """What the journal has to say; noted again when that is dropped too."""

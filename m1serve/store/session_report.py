@@ -8,6 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from m1serve.store.captured import session_key
+from m1serve.store.session_rows import is_about_session
 from m1serve.store.tables import (
     FeedbackRow,
     RewardRow,
@@ -61,6 +62,8 @@ class TrajectoryReport:
 class FeedbackReport:
     feedback_id: str
     turn_id: str | None
+    completion_id: str | None
+    """Without the prefix that names its kind."""
     metric: str
     value: float
     source: str
@@ -94,9 +97,7 @@ def session_report(session: Session, tenant_id: str, session_id: str) -> Session
     row = session.get(SessionRow, key)
     if row is None:
         return None
-    given = select(FeedbackRow).where(
-        FeedbackRow.tenant_id == tenant_id, FeedbackRow.session_id == session_id
-    )
+    given = select(FeedbackRow).where(is_about_session(row))
     return SessionReport(
         session_id=row.session_id,
         model_id=row.model_id,
@@ -169,6 +170,7 @@ def _feedback(row: FeedbackRow) -> FeedbackReport:
     return FeedbackReport(
         feedback_id=row.feedback_id,
         turn_id=row.turn_id,
+        completion_id=row.request_id,
         metric=row.metric,
         value=row.value,
         source=row.source,

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sqlalchemy import ColumnElement, and_, or_, select
+
 from m1serve.store.captured import CapturedTurn, session_key
 from m1serve.store.records import SessionEnded, SessionSource
-from m1serve.store.tables import SessionRow
+from m1serve.store.tables import FeedbackRow, SessionRow, TurnRow
 from m1serve.types import Mode
+
+
+def is_about_session(row: SessionRow) -> ColumnElement[bool]:
+    """Of feedback: it was given to the session, to one of its turns or to one of its requests."""
+    own = TurnRow.session_key == row.session_key
+    return and_(
+        FeedbackRow.tenant_id == row.tenant_id,
+        or_(
+            FeedbackRow.session_id == row.session_id,
+            FeedbackRow.turn_id.in_(select(TurnRow.turn_id).where(own)),
+            FeedbackRow.request_id.in_(select(TurnRow.request_id).where(own)),
+        ),
+    )
 
 
 def session_of_turn(turn: CapturedTurn) -> dict[str, object]:

@@ -178,6 +178,15 @@ def test_a_first_request_that_several_may_have_repeated_begins_a_session(world: 
     assert world.asked(HI, retry=1).source is SessionSource.NEW
 
 
+def test_a_first_request_is_no_retry_of_what_somebody_went_on_with(world: World) -> None:
+    """Its own first attempt may never have come here."""
+    other = world.answered(HI, says("Hello"))
+    world.answered(HI, says("Hello"), user("More"), says("Fine"))
+    retry = world.asked(HI, retry=1)
+    assert retry.source is SessionSource.NEW
+    assert retry.session_id != other.session_id
+
+
 def test_an_attempt_is_repeated_once(world: World) -> None:
     failed = [world.asked(HI) for _ in range(1)]
     world.index.settle(failed[0], was_delivered=False)
@@ -251,6 +260,16 @@ def test_the_oldest_are_forgotten_whole() -> None:
     assert len(world.index) == 10
     tables = (world.index._by_chain, world.index._by_prompt, world.index._by_request)
     assert [sum(map(len, table.values())) for table in tables] == [10, 10, 10]
+
+
+def test_an_answer_to_a_forgotten_request_is_not_kept() -> None:
+    world = World()
+    world.index = SessionIndex(idle_s=600, max_requests=2, clock=lambda: world.now)
+    slow = world.asked(HI)
+    for number in range(3):
+        world.answered(user(str(number)), says("ok"))
+    world.index.answered(slow, says("late"), chain_of("tenant", "m1", [HI], []))
+    assert len(world.index._by_chain) == len(world.index._by_prompt) == 2
 
 
 def test_forgotten_texts_leave_nothing() -> None:

@@ -1,6 +1,8 @@
 """Sessions by path, feedback in all its forms, and what a client may read back."""
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,7 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from m1serve.store import Store
+from m1serve.api import ledger_reader
+from m1serve.errors import StoreError
+from m1serve.store import Store, journal_room
+from m1serve.store.journal import JournalWriter
 from m1serve.store.records import FeedbackGiven, JournalEntry, SessionSource
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -104,6 +109,46 @@ def store(tmp_path: Path) -> Iterator[Store]:
     opened = Store.open(f"sqlite:///{tmp_path / 'store.db'}")
     yield opened
     opened.close()
+
+
+async def test_a_database_that_hangs_holds_up_nobody_else(
+    serve: Any, http: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even bodies that are parsed in threads."""
+    monkeypatch.setattr(ledger_reader, "READ_S", 0.2)
+    is_back = threading.Event()
+
+    def hang() -> Store:
+        is_back.wait(30)
+        raise StoreError("away")
+
+    large = {"model": "fake", "messages": [{"role": "user", "content": "x" * 100_000}]}
+    try:
+        async with serve(open_store=hang) as world, http(world.url) as client:
+            reads = [
+                asyncio.create_task(client.get("/v1/sessions/s", timeout=20)) for _ in range(4)
+            ]
+            answer = await client.post("/v1/chat/completions", json=large, timeout=20)
+            assert answer.status_code != 503
+            read = await asyncio.gather(*reads)
+            is_back.set()
+    finally:
+        is_back.set()
+    assert {r.status_code for r in read} == {503}
+    assert "did not answer" in read[0].text
+
+
+async def test_feedback_that_a_full_journal_drops_is_not_acknowledged(
+    serve: Any, http: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_room, "_SMALL_BYTES", 1)
+    journal = JournalWriter(tmp_path / "journal", max_bytes=1)
+    async with serve(into=journal) as world, http(world.url) as client:
+        refused = await client.post("/v1/feedback", json={"session_id": "s", "value": 1})
+    journal.close()
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    assert "x-should-retry" not in refused.headers
 
 
 async def test_a_session_is_read_back_with_turns_drift_rewards_and_flags(

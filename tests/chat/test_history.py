@@ -58,7 +58,7 @@ def test_arguments_match_as_json(tok: ChatTokenizer) -> None:
     assert index.prompt("t", "m", [USER, theirs, NEXT], [])[1]
 
 
-def test_lookalikes_are_told_apart_by_call_id_then_session_then_reasoning(
+def test_lookalikes_are_told_apart_by_call_id_then_reasoning_then_session(
     tok: ChatTokenizer,
 ) -> None:
     index = HistoryIndex(tok)
@@ -75,9 +75,23 @@ def test_lookalikes_are_told_apart_by_call_id_then_session_then_reasoning(
         return match.parent_session_id
 
     assert found("c1", "s0", "r2") == "s1"
-    assert found("unknown", "s0", "r1") == "s0"
-    assert found("unknown", None, "r1") == "s1"
-    assert found("unknown", None, None) == "s2"
+    assert found("unknown", "s0", "r1") == "s1"
+    assert found("unknown", None, "r1 \n") == "s1"
+    assert found("unknown", "s0", None) == "s0"
+    # nothing tells: the text is rendered, and nobody's thoughts are in the prompt
+    assert found("unknown", None, None) is None
+    assert found("unknown", "elsewhere", None) is None
+
+
+def test_a_thought_that_was_replaced_is_nobodys(tok: ChatTokenizer) -> None:
+    index = HistoryIndex(tok)
+    ids = sampled(tok, "<think>\nsecret\n</think>\nHello")
+    index.remember("t", "m", [USER, answer("Hello", reasoning="secret")], [], ids, session_id="s1")
+    replayed = [USER, answer("Hello", reasoning="another"), NEXT]
+    for session_id in ("s1", "s2", None):
+        match = index.match("t", "m", replayed, [], session_id=session_id)
+        assert match.num_exact_ids == 0
+        assert "secret" not in tok.decode(match.prompt.ids)
 
 
 def test_the_oldest_turns_go_when_the_memory_is_full(tok: ChatTokenizer) -> None:

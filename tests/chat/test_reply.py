@@ -185,6 +185,13 @@ CASES = {
         (),
         False,
     ),
+    "a second call cut before its name is known": (
+        '<tool_calls>\n{"name": "f", "arguments": {}}\n{"name": "g", "ar',
+        None,
+        '{"name": "g", "ar',
+        (call("f", "{}"),),
+        False,
+    ),
     "cut inside the closing tag": (
         '<tool_calls>\n{"name": "f", "arguments": {}}\n</tool_ca',
         None,
@@ -276,6 +283,8 @@ CASES = {
 
 
 BROKEN = {
+    "cut before the name is known",
+    "a second call cut before its name is known",
     "cut inside the arguments",
     "cut behind the arguments",
     "an object that ends in the closing tag",

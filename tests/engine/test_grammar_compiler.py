@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,8 +21,8 @@ from m1serve.chat.grammar import (
 )
 from m1serve.chat.tokenizer import CONTROL, ChatTokenizer
 from m1serve.engine.constraint import Constraint
-from m1serve.engine.grammar_compiler import MAX_KEPT, MAX_TEXT_BYTES, GrammarCompiler
-from m1serve.errors import EngineError, RequestError
+from m1serve.engine.grammar_compiler import MAX_KEPT, MAX_STUCK, MAX_TEXT_BYTES, GrammarCompiler
+from m1serve.errors import EngineError, OverloadedError, RequestError
 from m1serve.types import GenerateRequest, Grammar, GrammarStart, Limits
 
 TOK = byte_tokenizer()
@@ -129,6 +130,31 @@ async def test_a_grammar_that_takes_too_long_is_refused() -> None:
     compiler = GrammarCompiler(TOK, compile_s=0.0)
     with pytest.raises(RequestError):
         await compiler.compile(OBJECT)
+    compiler.close()
+
+
+async def test_a_compiler_that_was_stuck_works_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, go_on = GrammarCompiler(TOK, compile_s=0.05), threading.Event()
+    await compiler.compile(OBJECT)
+    whole = compiler._compile
+
+    def slow(grammar: Grammar) -> object:
+        go_on.wait(30)
+        return whole(grammar)
+
+    monkeypatch.setattr(compiler, "_compile", slow)
+    for number in range(MAX_STUCK):
+        with pytest.raises(RequestError, match="does not compile within"):
+            await compiler.compile(Grammar(text=f'start: "{number}"\n'))
+    with pytest.raises(OverloadedError):
+        await compiler.compile(Grammar(text='start: "x"\n'))
+    monkeypatch.setattr(compiler, "_compile", whole)
+    go_on.set()
+    async with asyncio.timeout(20):
+        while compiler._num_stuck:  # noqa: ASYNC110 - threads come back, no event behind it
+            await asyncio.sleep(0.01)
+    compiler._compile_s = 20.0
+    assert not (await compiler.compile(Grammar(text='start: "x"\n'))).is_error()
     compiler.close()
 
 

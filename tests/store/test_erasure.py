@@ -95,23 +95,35 @@ def test_jobs_rewards_and_feedback_of_an_erased_session_say_nothing_more(worksho
     trajectory_id = workshop.episode("s")
     secret = Reward(value=1.0, evidence="what the user said")
     store.rewards.record(trajectory_id, scorer="x", scorer_version="1", reward=secret, job=None)
-    said = FeedbackGiven(
-        feedback_id="f",
-        tenant_id="tenant",
-        key_id="key",
-        at=1.0,
-        session_id="s",
-        turn_id=None,
-        metric="thumb",
-        value=1.0,
-        comment="what the user said",
-    )
-    store.ledger.ingest(recorder.entries(said))
+    report = store.ledger.session_report("tenant", "s")
+    assert report is not None
+    turn = report.turns[0]
+    targets: list[dict[str, Any]] = [
+        {"session_id": "s", "turn_id": None},
+        {"session_id": None, "turn_id": turn.turn_id},
+        {"session_id": None, "turn_id": None, "request_id": turn.completion_id},
+        {"session_id": "s", "turn_id": None, "tenant_id": "stranger"},
+    ]
+    for number, target in enumerate(targets):
+        said = FeedbackGiven(
+            feedback_id=f"f{number}",
+            key_id="key",
+            at=1.0,
+            metric="thumb",
+            value=1.0,
+            comment="what the user said",
+            **{"tenant_id": "tenant", **target},
+        )
+        store.ledger.ingest(recorder.entries(said))
+    report = store.ledger.session_report("tenant", "s")
+    assert report is not None
+    assert [one.feedback_id for one in report.feedback] == ["f0", "f1", "f2"]
     store.ledger.erase("tenant", "s", actor="test")
     assert store.jobs.counts() == {"dead": 1}
     assert [reward.evidence for reward in store.rewards.list(trajectory_id)] == [""]
     with store._db.read() as session:
-        assert session.scalars(select(FeedbackRow.comment)).all() == [""]
+        comments = select(FeedbackRow.comment).order_by(FeedbackRow.feedback_id)
+        assert session.scalars(comments).all() == ["", "", "", "what the user said"]
     workshop.reward(trajectory_id)
     (row,) = store.ledger.list_trajectories(session_id="s")
     assert row.state == "ineligible"
