@@ -113,7 +113,7 @@ def expired_sessions(
             is_over,
             SessionRow.session_key.not_in(claimed),
         )
-        .order_by(SessionRow.last_seen_at)
+        .order_by(SessionRow.last_seen_at, SessionRow.session_key)
         .limit(_PART)
     )
     return [(tenant_id, session_id) for tenant_id, session_id in session.execute(query)]

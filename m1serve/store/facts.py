@@ -21,7 +21,13 @@ def load_facts(session: Session, session_key: str, *, newest: int | None = None)
     """A session's turns in order; only the `newest` when a number is given."""
     query = select(*_COLUMNS).where(TurnRow.session_key == session_key)
     if newest is not None:
-        query = query.order_by(TurnRow.created_at.desc()).limit(newest)
+        latest = query.order_by(
+            TurnRow.created_at.desc(),
+            TurnRow.request_id.desc(),
+            TurnRow.choice.desc(),
+            TurnRow.turn_id.desc(),
+        )
+        query = latest.limit(newest)
     turns = [_facts(dict(zip(_NAMES, row, strict=True))) for row in session.execute(query)]
     return sorted(turns, key=lambda t: t.order)
 

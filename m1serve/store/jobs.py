@@ -107,7 +107,7 @@ class Jobs:
         query = (
             select(JobRow.job_id, JobRow.kind)
             .where(or_(queued, abandoned))
-            .order_by(JobRow.run_after, JobRow.created_at)
+            .order_by(JobRow.run_after, JobRow.created_at, JobRow.job_id)
             .limit(limit)
         )
         spent = select(JobRow.job_id).where(_is_abandoned(at), _is_spent())

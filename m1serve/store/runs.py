@@ -227,7 +227,7 @@ def _claimable(at: float, model_id: str | None) -> Select[RunRow]:
     query = (
         select(RunRow)
         .where(or_(is_lost, is_new))
-        .order_by(RunRow.state == "requested", RunRow.requested_at)
+        .order_by(RunRow.state == "requested", RunRow.requested_at, RunRow.run_id)
         .with_for_update()
     )
     return query if model_id is None else query.where(RunRow.model_id == model_id)

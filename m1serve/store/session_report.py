@@ -97,7 +97,8 @@ def session_report(session: Session, tenant_id: str, session_id: str) -> Session
     row = session.get(SessionRow, key)
     if row is None:
         return None
-    given = select(FeedbackRow).where(is_about_session(row))
+    about = select(FeedbackRow).where(is_about_session(row))
+    given = session.scalars(about.order_by(FeedbackRow.at, FeedbackRow.feedback_id))
     return SessionReport(
         session_id=row.session_id,
         model_id=row.model_id,
@@ -113,7 +114,7 @@ def session_report(session: Session, tenant_id: str, session_id: str) -> Session
         erased_at=row.erased_at,
         turns=_turns(session, key),
         trajectories=_trajectories(session, key),
-        feedback=tuple(_feedback(one) for one in session.scalars(given.order_by(FeedbackRow.at))),
+        feedback=tuple(_feedback(one) for one in given),
     )
 
 
@@ -124,7 +125,7 @@ def _turns(session: Session, key: str) -> tuple[TurnReport, ...]:
     query = (
         select(TurnRow.request_id, TurnRow.version_spans, *columns)
         .where(TurnRow.session_key == key)
-        .order_by(TurnRow.created_at, TurnRow.request_id, TurnRow.choice)
+        .order_by(TurnRow.created_at, TurnRow.request_id, TurnRow.choice, TurnRow.turn_id)
     )
     turns = []
     for request_id, spans, *values in session.execute(query):
