@@ -263,6 +263,17 @@ class EngineStats:
     prefilled_tokens: int
     cached_tokens: int
     num_swaps: int
+    num_preemptions: int = 0
+    """Sequences that gave their memory back and read everything again later."""
+    prefix_lookups: int = 0
+    """Sequences that looked for a snapshot to start from."""
+    prefix_hits: int = 0
+    num_snapshots: int = 0
+    """Kept at this moment, as the next three."""
+    snapshot_bytes: int = 0
+    num_pages: int = 0
+    """Of keys and values, in all."""
+    num_free_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
