@@ -1,13 +1,8 @@
-"""The vocabulary of m1serve: what engines, the ledger, scorers and the trainer say to each other.
-
-Standard library only. Every value is frozen and picklable; the streams of one turn are all as long
-as its token ids.
-"""
+"""What is asked of an engine and what it answers: requests, deltas, why a choice stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntFlag, StrEnum
 
 
@@ -47,47 +42,6 @@ class InFlight(StrEnum):
     FINISH = "finish"
     RECOMPUTE = "recompute"
     CARRY = "carry"
-
-
-class Mode(StrEnum):
-    """What may happen to a turn: train it, only measure with it, or keep nothing but counters."""
-
-    TRAIN = "train"
-    EVAL = "eval"
-    OFF = "off"
-
-
-class HistoryRule(StrEnum):
-    EXACT = "exact"
-    TEMPLATE = "template"
-
-
-class Drift(StrEnum):
-    """How a turn's prompt relates to the turns before it in its session."""
-
-    ROOT = "root"
-    EXTEND = "extend"
-    REWRITE_LAST = "rewrite_last"
-    EDIT = "edit"
-    FORK = "fork"
-    SIDE = "side"
-
-
-class VersionState(StrEnum):
-    CANDIDATE = "candidate"
-    VERIFIED = "verified"
-    GATED = "gated"
-    CANARY = "canary"
-    ACTIVE = "active"
-    RETIRED = "retired"
-    REJECTED = "rejected"
-    ROLLED_BACK = "rolled_back"
-
-
-class Slot(StrEnum):
-    STABLE = "stable"
-    CANARY = "canary"
-    EVAL = "eval"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,114 +167,3 @@ class Scored:
     weights_version: str
     logprobs: tuple[float, ...]
     """logprobs[i] = log p(token_ids[i + 1] | token_ids[: i + 1])."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionRef:
-    weights_version: str
-    """`<model_id>@<n>`"""
-    path: str
-    """The version directory, with `serving/` in it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapReport:
-    weights_version: str
-    """What serves now: the new version when accepted, the old one when not."""
-    is_accepted: bool
-    reason: str
-    """'' when accepted; else what was wrong with the candidate."""
-    phases_ms: Mapping[str, float]
-    """stage, verify, switch; milliseconds"""
-    parity_mean: float | None = None
-    """Mean |logprob - golden logprob| over the manifest's golden sequences."""
-    parity_max: float | None = None
-    is_deferred: bool = False
-    """Not accepted and nothing is wrong with it: no room to hold it yet, load it again later."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    max_model_len: int
-    vocab_size: int
-    max_top_logprobs: int
-    in_flight: frozenset[InFlight]
-    has_prompt_logprobs: bool
-    has_grammar: bool
-    has_penalties: bool
-    has_reasoning_budget: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    num_running: int
-    num_waiting: int
-    num_slots: int
-    versions: tuple[str, ...]
-    """Held at this moment, newest last."""
-    sampled_tokens: int
-    """Since start, as the next three."""
-    prefilled_tokens: int
-    cached_tokens: int
-    num_swaps: int
-    num_preemptions: int = 0
-    """Sequences that gave their memory back and read everything again later."""
-    prefix_lookups: int = 0
-    """Sequences that looked for a snapshot to start from."""
-    prefix_hits: int = 0
-    num_snapshots: int = 0
-    """Kept at this moment, as the next three."""
-    snapshot_bytes: int = 0
-    num_pages: int = 0
-    """Of keys and values, in all."""
-    num_free_pages: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    name: str
-    arguments: str
-    """JSON text of an object, exactly as the model wrote it."""
-    id: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSpan:
-    """Tokens [start, end) of a completion were sampled from `weights_version`."""
-
-    start: int
-    end: int
-    weights_version: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One assistant turn as a scorer sees it: decoded from the ledger, not a client's text."""
-
-    turn_id: str
-    text: str
-    """Everything the model wrote, markup included, end-of-sentence excluded."""
-    reasoning: str | None
-    content: str
-    tool_calls: tuple[ToolCall, ...]
-    is_well_formed: bool
-    """At most one leading think block; call lines are JSON objects with name and arguments."""
-    stop: StopCause
-    num_tokens: int
-
-
-class RewardStatus(StrEnum):
-    OK = "ok"
-    UNCOMPUTABLE = "uncomputable"
-    TIMEOUT = "timeout"
-    CRASHED = "crashed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reward:
-    value: float | None
-    """None when it could not be computed; never 0 in its place."""
-    status: RewardStatus = RewardStatus.OK
-    components: Mapping[str, float] = field(default_factory=dict)
-    evidence: str = ""
-    """What the scorer saw, for a person to read."""
