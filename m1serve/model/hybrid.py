@@ -61,11 +61,9 @@ class M1ForCausalLM(nn.Module):
         B, T = ids_BT.shape
         if state is None:
             state = SequenceState.empty(B, device=ids_BT.device)
-        if state.fixed_capacity:
-            columns = min(state.num_tokens + T, state.num_columns)
-        else:
+        if not state.fixed_capacity:
             state = state.fork()
-            columns = state.num_columns + T
+        columns = state.columns_after(T)
         step = Step.build(self.config, state.length_B, T, count_B, columns)
         x_BTE = self.embed_tokens(ids_BT)
         for block in self.layers:

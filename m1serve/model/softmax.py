@@ -1,11 +1,10 @@
 """The softmax attention layer: grouped queries, rotary positions on the first channels.
 
-Shapes: B rows, T tokens, E hidden, H heads, K kv heads, D head dim, L key columns.
+Shapes: B rows, T tokens, E hidden, H heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from m1serve.model.config import M1Config
@@ -27,15 +26,12 @@ class SoftmaxAttention(nn.Module):
 
     def forward(self, h_BTE: Tensor, state: SequenceState, step: Step) -> Tensor:
         B, T, _ = h_BTE.shape
-        D, K = self.config.head_dim, self.config.num_key_value_heads
         q_BHTD = step.rotate(self._heads(self.q_proj(h_BTE)).transpose(1, 2))
         k_BKTD = step.rotate(self._heads(self.k_proj(h_BTE)).transpose(1, 2))
         v_BTKD = self._heads(self.v_proj(h_BTE))
-        k_BKLD, v_BKLD = state.append(self.layer, k_BKTD.transpose(1, 2), v_BTKD, step)
-        # the heads of a group become query rows: SDPA's own grouping copies the keys for each head
-        q_BKQD = q_BHTD.reshape(B, K, -1, D).to(k_BKLD.dtype)
-        o_BKQD = F.scaled_dot_product_attention(q_BKQD, k_BKLD, v_BKLD, attn_mask=step.mask_b1QL)
-        o_BTHD = o_BKQD.reshape(B, -1, T, D).transpose(1, 2)
+        o_BTHD = state.attend(
+            self.layer, q_BHTD.transpose(1, 2), k_BKTD.transpose(1, 2), v_BTKD, step
+        )
         y_BTE: Tensor = self.o_proj(o_BTHD.reshape(B, T, -1).to(h_BTE.dtype))
         return y_BTE
 

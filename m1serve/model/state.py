@@ -182,6 +182,23 @@ class SequenceState:
         end = step.num_columns
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
+    def attend(
+        self, layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, step: Step
+    ) -> Tensor:
+        """Softmax attention [B, T, H, D] over what a row holds and the step's own keys."""
+        B, T, _, D = q_BTHD.shape
+        k_BKLD, v_BKLD = self.append(layer, k_BTKD, v_BTKD, step)
+        # the heads of a group become query rows: SDPA's own grouping copies the keys for each head
+        q_BKQD = q_BTHD.transpose(1, 2).reshape(B, k_BKLD.shape[1], -1, D).to(k_BKLD.dtype)
+        o_BKQD = F.scaled_dot_product_attention(q_BKQD, k_BKLD, v_BKLD, attn_mask=step.mask_b1QL)
+        return o_BKQD.reshape(B, -1, T, D).transpose(1, 2)
+
+    def columns_after(self, num_new: int) -> int:
+        """Key columns that the queries of `num_new` further tokens may look at."""
+        if self.fixed_capacity:
+            return min(self.num_tokens + num_new, self.num_columns)
+        return self.num_columns + num_new
+
     def advance(self, step: Step) -> None:
         added = step.pos_BT.shape[1] if step.count_B is None else step.count_B
         if self.fixed_capacity:

@@ -7,6 +7,7 @@ Q = (heads of a kv head) * T query rows; b is B, or 1 where all rows are equally
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from m1serve.model.config import M1Config
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     pos_BT: Tensor
     """int64 absolute position of each token"""
@@ -22,10 +23,11 @@ class Step:
     """Real tokens of each row, the rest is right padding; None means all T."""
     num_columns: int
     """L: key columns that a query of this step may look at"""
+    num_groups: int
+    """Query heads of a kv head"""
+    pos_bT: Tensor
     cos_b1TR: Tensor
     sin_b1TR: Tensor
-    mask_b1QL: Tensor
-    """True where a query row (head-major) sees a column; stale ones lie past all real queries."""
 
     @classmethod
     def build(
@@ -38,16 +40,25 @@ class Step:
         pair_R = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32)
         frequency_R = config.rope_theta ** (-pair_R / config.rotary_dim)
         angle_b1TR = pos_bT[:, None, :, None].float() * frequency_R
-        mask_b1TL = torch.arange(columns, device=device) <= pos_bT[:, None, :, None]
-        groups = config.num_attention_heads // config.num_key_value_heads
         return cls(
             pos_BT=pos_bT.expand(length_B.shape[0], -1),
             count_B=count_B,
             num_columns=columns,
+            num_groups=config.num_attention_heads // config.num_key_value_heads,
+            pos_bT=pos_bT,
             cos_b1TR=angle_b1TR.cos(),
             sin_b1TR=angle_b1TR.sin(),
-            mask_b1QL=mask_b1TL.repeat(1, 1, groups, 1),
         )
+
+    @cached_property
+    def mask_b1QL(self) -> Tensor:
+        """True where a query row (head-major) sees a column; stale ones lie past all real queries.
+
+        Made when the first layer asks: a million columns must not have one.
+        """
+        column_L = torch.arange(self.num_columns, device=self.pos_bT.device)
+        mask_b1TL = column_L <= self.pos_bT[:, None, :, None]
+        return mask_b1TL.repeat(1, 1, self.num_groups, 1)
 
     def rotate(self, x_BHTD: Tensor) -> Tensor:
         """NeoX halves within the first 2R channels; the other channels carry no position."""
