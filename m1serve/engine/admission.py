@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from m1serve.errors import RequestError
-from m1serve.types import Capabilities, GenerateRequest, SwapReport, VersionRef
+from m1serve.types import (
+    Capabilities,
+    GenerateRequest,
+    RepetitionStop,
+    SwapReport,
+    VersionRef,
+)
 
 
 def check_request(request: GenerateRequest, can: Capabilities) -> None:
@@ -17,6 +23,7 @@ def check_request(request: GenerateRequest, can: Capabilities) -> None:
         raise RequestError(
             f"max_tokens is {request.limits.max_tokens}; wanted 0 or more", param="max_tokens"
         )
+    _check_repetition(request.limits.repetition)
     if not 0 <= request.top_logprobs <= can.max_top_logprobs:
         raise RequestError(
             f"top_logprobs is {request.top_logprobs}; wanted 0 to {can.max_top_logprobs}",
@@ -55,6 +62,17 @@ def deferral(version: VersionRef, held: tuple[str, ...], max_held: int) -> SwapR
     )
 
 
+def _check_repetition(stop: RepetitionStop | None) -> None:
+    if stop is not None and not (stop.num_tokens >= 1 and 0 <= stop.probability < 1):
+        raise RequestError(
+            f"a repetition stop of {stop.num_tokens} tokens with p > {stop.probability} cannot be; "
+            "wanted 1 token or more and 0 <= p < 1, or None to switch it off",
+            param="repetition_stop_tokens"
+            if stop.num_tokens < 1
+            else "repetition_stop_probability",
+        )
+
+
 def _check_features(request: GenerateRequest, can: Capabilities) -> None:
     sampling = request.sampling
     if request.grammar is not None and not can.has_grammar:
@@ -83,6 +101,7 @@ def _check_features(request: GenerateRequest, can: Capabilities) -> None:
         raise RequestError(
             "this engine does not count the think block by itself; leave out what bounds reasoning "
             "or the answer alone",
+            param=None if limits.reasoning_budget is None else "reasoning_budget",
             code="unsupported",
         )
     for token_id in (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)):

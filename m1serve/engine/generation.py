@@ -105,7 +105,8 @@ class Sequence:
         """Appends a token; `stop` is set when it was the last."""
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
-        if self.forced:
+        is_forced = bool(self.forced)
+        if is_forced:
             self.flag_at[len(self.token_ids) - 1] = TokenFlag.FORCED
         elif self.constraint is not None and self.constraint.is_masking:
             self.flag_at[len(self.token_ids) - 1] = TokenFlag.SAMPLED | TokenFlag.MASKED
@@ -113,7 +114,7 @@ class Sequence:
             self.budget.observe(token_id)
         if self.constraint is not None:
             self.constraint.observe(token_id)
-        self.stop = self.rules.after(token_id, len(self.token_ids))
+        self.stop = self.rules.after(token_id, len(self.token_ids), None if is_forced else logprob)
 
     def note_sampled(self, logprob: float) -> None:
         """Of the last token, under what it was drawn from; a forced one had no choice."""

@@ -57,7 +57,8 @@ class Line:
             self._top.append(made_up_top(token_id, logprob, self._request.top_logprobs))
         self._before = token_id
         self._num_said += 1
-        self.stop = self._rules.after(token_id, self._num_said)
+        own = None if flag is TokenFlag.FORCED else logprob
+        self.stop = self._rules.after(token_id, self._num_said, own)
         return True
 
     def delta(self, weights_version: str) -> Delta:

@@ -83,7 +83,12 @@ def assistant_turns(tokenizer: ChatTokenizer, prompt_ids: Sequence[int]) -> int:
 
 
 def made_up_logprob(before: int, token_id: int) -> float:
-    """In (-2, 0), always the same for a pair, so that scoring agrees with generation."""
+    """In (-2, 0), always the same for a pair, so that scoring agrees with generation.
+
+    A token after itself has probability 0.999: what repeats itself is sure of it, as a model is.
+    """
+    if before == token_id:
+        return -0.001
     return -0.001 - (zlib.crc32(f"{before} {token_id}".encode()) % 1999) / 1000
 
 

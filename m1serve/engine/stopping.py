@@ -1,13 +1,14 @@
-"""When a choice ends, and what a reasoning budget makes it say. Pure: ids in, causes out."""
+"""When a choice ends, and what a reasoning budget makes it say. Pure: tokens in, causes out."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from m1serve.chat.stops import StopMatcher
 from m1serve.chat.tokenizer import THINK_END, ChatTokenizer, Detokenizer
 from m1serve.engine.thinking import ThinkBlock, ThinkPlace
-from m1serve.types import GenerateRequest, StopCause
+from m1serve.types import GenerateRequest, RepetitionStop, StopCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class StopRules:
         "_eos_id",
         "_length_stop",
         "_max_tokens",
+        "_run",
         "_stop_ids",
         "_strings",
         "_thought",
@@ -41,6 +43,8 @@ class StopRules:
         self._thought = (
             None if self._answer_tokens is None else ThinkBlock(tokenizer, request.prompt_ids)
         )
+        repetition = request.limits.repetition
+        self._run = None if repetition is None else SureRun(repetition)
         room = max_model_len - len(request.prompt_ids)
         self._max_tokens = min(request.limits.max_tokens, room)
         is_cut = room < request.limits.max_tokens
@@ -50,8 +54,9 @@ class StopRules:
         """A choice that may say nothing at all ends where its prompt ends."""
         return self._length_stop if self._max_tokens <= 0 else None
 
-    def after(self, token_id: int, num_tokens: int) -> Stop | None:
-        """`num_tokens` counts this token."""
+    def after(self, token_id: int, num_tokens: int, logprob: float | None) -> Stop | None:
+        """`num_tokens` counts this token; `logprob` is the model's own, None when it was forced."""
+        is_repeating = self._run is not None and self._run.push(logprob)
         if self._thought is not None:
             self._thought.observe(token_id)
         if token_id in self._stop_ids:
@@ -60,6 +65,8 @@ class StopRules:
             return Stop(cause=StopCause.STOP_TOKEN, detail=str(token_id))
         if self._strings is not None and (hit := self._strings.push(token_id)) is not None:
             return Stop(cause=StopCause.STOP_STRING, detail=hit)
+        if self._run is not None and is_repeating:
+            return Stop(cause=StopCause.REPETITION, detail=str(self._run.num_tokens))
         if self._has_answered(num_tokens):
             return Stop(cause=StopCause.LENGTH)
         return self._length_stop if num_tokens >= self._max_tokens else None
@@ -69,6 +76,31 @@ class StopRules:
         if thought is None or most is None or thought.place is ThinkPlace.INSIDE:
             return False
         return num_tokens - thought.num_tokens >= most
+
+
+class SureRun:
+    """Counts sampled tokens in a row that the model was all but certain of.
+
+    On the host, from the logprob that every sampled token brings along: exact in every engine, and
+    nothing for the device to do.
+    """
+
+    __slots__ = ("_floor", "_most", "num_tokens")
+
+    def __init__(self, repetition: RepetitionStop) -> None:
+        self._most = repetition.num_tokens
+        self._floor = math.log(repetition.probability) if repetition.probability > 0 else -math.inf
+        self.num_tokens = 0
+
+    def push(self, logprob: float | None) -> bool:
+        """Whether the run is long enough to stop; None is a token that the model did not choose."""
+        if logprob is None:
+            return False
+        if logprob > self._floor:
+            self.num_tokens += 1
+            return self.num_tokens >= self._most
+        self.num_tokens = 0
+        return False
 
 
 class StopStrings:

@@ -76,6 +76,20 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionStop:
+    """The paper's sign that a model is going round in circles: it has been sure for too long.
+
+    `num_tokens` sampled tokens in a row, each with the model's own probability above `probability`
+    (temperature 1, full vocabulary, whatever was sampled from). A forced token was not sampled: it
+    neither counts nor breaks the run.
+    """
+
+    num_tokens: int = 3000
+    probability: float = 0.99
+    """At least 0, less than 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     max_tokens: int
     """Sampled tokens of one choice, think block included."""
@@ -83,6 +97,8 @@ class Limits:
     """Sampled tokens outside the think block; None means that only max_tokens bounds them."""
     reasoning_budget: int | None = None
     """Tokens between the tags of the think block, after which it is closed for the model."""
+    repetition: RepetitionStop | None = RepetitionStop()
+    """None lets it repeat itself."""
     deadline_s: float | None = None
     """Seconds from the request's arrival after which it is aborted."""
 
@@ -160,6 +176,8 @@ class Delta:
     stop: StopCause | None = None
     """Set on the last delta of the choice, which may have no tokens."""
     stop_detail: str | None = None
+    """stop_token: its id. stop_string: the string. repetition: how many sampled tokens the run had.
+    abort, error: why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

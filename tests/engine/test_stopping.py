@@ -21,7 +21,7 @@ def rules(tok: ChatTokenizer, *, max_tokens: int = 10, room: int = 100, **fields
 def stop_of(rule: StopRules, ids: list[int]) -> tuple[int, Stop | None]:
     """How many tokens were said, and why it ended."""
     for num, token_id in enumerate(ids, start=1):
-        if (stop := rule.after(token_id, num)) is not None:
+        if (stop := rule.after(token_id, num, -1.0)) is not None:
             return num, stop
     return len(ids), None
 
