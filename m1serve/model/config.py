@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from m1serve.errors import WeightsError
+from m1serve.model.spelling import TRANSFORMERS_TYPE, in_minimax_spelling
 
 LIGHTNING, SOFTMAX = 0, 1
-MODEL_TYPES = ("minimax_m1", "minimax_text_01")
-ARCHITECTURES = ("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM")
+MODEL_TYPES = ("minimax_m1", "minimax_text_01", TRANSFORMERS_TYPE)
+ARCHITECTURES = ("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM", "MiniMaxForCausalLM")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id")
 
 # what this code does; a config.json that asks for anything else describes another model
 _FIXED: dict[str, tuple[object, ...]] = {
@@ -19,6 +22,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "sliding_window": (None,),
     "attention_dropout": (0.0,),
     "rope_scaling": (None,),
+    "quantization_config": (None,),
 }
 
 
@@ -52,31 +56,35 @@ class M1Config:
     """The residual is the normalised input, not the input."""
     bos_token_id: int | None
     eos_token_id: int | None
-    """None in MiniMax's own files; the tokenizer knows it."""
+    """None in MiniMax's own files; `read_config` takes it from the tokenizer beside them."""
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, object]) -> M1Config:
-        """Parses a config.json. WeightsError names all that is missing, wrong or unknown."""
-        problems = _architecture_problems(raw)
+        """Parses a config.json in either spelling (see `spelling`).
+
+        WeightsError names all that is missing, wrong, unknown or contradicts itself.
+        """
+        spelled, problems = in_minimax_spelling(raw)
+        problems = [*_architecture_problems(raw), *problems]
         names = [field.name for field in fields(cls)]
-        optional = {"bos_token_id", "eos_token_id"}
-        missing = [name for name in names if name not in raw and name not in optional]
+        missing = [name for name in names if name not in spelled and name not in _TOKEN_IDS]
         if missing:
             problems.append(f"missing keys {missing}")
-        values = {name: raw.get(name) for name in names}
+        values = {name: spelled.get(name) for name in names}
         problems += [
-            f"{name} is {value!r}, not a number"
+            f"{name} is {value!r}, not {_wanted(name)}"
             for name, value in values.items()
-            if name in raw and not _is_plausible(name, value)
+            if name in spelled and not _is_plausible(name, value)
         ]
         if not problems:
-            values["attn_type_list"] = tuple(raw["attn_type_list"])  # type: ignore[arg-type]
+            values["attn_type_list"] = tuple(values["attn_type_list"])  # type: ignore[arg-type]
             config = cls(**values)  # type: ignore[arg-type]
             problems = config._shape_problems()
         if problems:
             raise WeightsError(
                 f"config.json does not describe a model this code runs: {'; '.join(problems)}. "
-                "Point to a MiniMax-M1 or MiniMax-Text-01 checkpoint with its original config.json"
+                "Point to a MiniMax-M1 or MiniMax-Text-01 checkpoint, or its -hf twin, with its "
+                "original config.json"
             )
         return config
 
@@ -118,6 +126,13 @@ class M1Config:
             f"top {self.num_experts_per_tok} of {self.num_local_experts} experts": (
                 1 <= self.num_experts_per_tok <= self.num_local_experts
             ),
+        } | {
+            f"{name} {token_id} is beyond the vocabulary of {self.vocab_size}": (
+                token_id is None or 0 <= token_id < self.vocab_size
+            )
+            for name, token_id in zip(
+                _TOKEN_IDS, (self.bos_token_id, self.eos_token_id), strict=True
+            )
         }
         return [problem for problem, is_fine in checks.items() if not is_fine]
 
@@ -136,13 +151,23 @@ def _architecture_problems(raw: Mapping[str, object]) -> list[str]:
     return problems
 
 
+def _wanted(name: str) -> str:
+    return {
+        "attn_type_list": "a list of 0 (lightning) and 1 (softmax)",
+        "postnorm": "true or false",
+        **dict.fromkeys(_TOKEN_IDS, "one token id, nor null"),
+    }.get(name, "a usable number")
+
+
 def _is_plausible(name: str, value: object) -> bool:
-    if name in ("bos_token_id", "eos_token_id"):
+    if name in _TOKEN_IDS:
         return value is None or type(value) is int
     if name == "attn_type_list":
         return isinstance(value, list | tuple) and all(type(kind) is int for kind in value)
     if name == "postnorm":
         return isinstance(value, bool)
     if name.startswith("layernorm_") or name in ("rope_theta", "rms_norm_eps"):
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_free = name.startswith("layernorm_")
+        return is_number and math.isfinite(value) and (is_free or value > 0)  # type: ignore
     return type(value) is int and value > 0

@@ -35,7 +35,11 @@ def test_text_01_is_the_same_graph() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "minimax"}, "model_type is 'minimax', wanted one of"),
+        ({"model_type": "llama"}, "model_type is 'llama', wanted one of"),
+        ({"quantization_config": {"bits": 8}}, "quantization_config is {'bits': 8}"),
+        ({"eos_token_id": 512}, "eos_token_id 512 is beyond the vocabulary of 512"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan, not a usable number"),
+        ({"attn_type_list": ["full"] * 8}, "not a list of 0 (lightning) and 1 (softmax)"),
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
         ({"shared_intermediate_size": 512}, "shared_intermediate_size is 512"),
@@ -45,7 +49,7 @@ def test_text_01_is_the_same_graph() -> None:
         ({"num_key_value_heads": 3}, "4 heads do not divide among 3 kv heads"),
         ({"rotary_dim": 32}, "rotary_dim 32 is odd or beyond head_dim 16"),
         ({"num_experts_per_tok": 5}, "top 5 of 4 experts"),
-        ({"hidden_size": "64"}, "hidden_size is '64', not a number"),
+        ({"hidden_size": "64"}, "hidden_size is '64', not a usable number"),
         ({"postnorm": 1}, "postnorm is 1"),
     ],
 )
