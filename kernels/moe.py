@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
 from m1serve.kernels.checks import check_devices
+from m1serve.kernels.residual import Picks, swiglu_weighted
 
 _DENSE_ELEMENTS = 1 << 28
 """Every expert on every token, which never waits for the device, up to this many [X, N, 2F]."""
@@ -48,16 +49,31 @@ def grouped_experts(
     any float, `chosen_NP` int64 in [0, X): not checked on CUDA, where that would wait. Nothing
     given is modified. ValueError names a wrong shape, dtype or device.
 
-    bf16 on Hopper runs torch's grouped matmul: no wait for the device, so it can be captured in
-    a CUDA graph; sums in a fixed order, so the same call gives the same bits; a token's result
-    depends on the others through their number alone, which picks the matmul's tile. Other CUDA
-    tensors run every expert on every token while that is small. The rest, CPU included, runs each
-    expert on its tokens: the number of an expert's tokens may change last bits there.
+    bf16 on Hopper runs torch's grouped matmul, or without gradients and for few tokens a kernel
+    that reads only the weights of experts that were chosen. Neither waits for the device, so they
+    can be captured in a CUDA graph; sums have a fixed order, so the same call gives the same bits;
+    a token's result depends on the others through their number alone, which picks the tiles.
+    Other CUDA tensors run every expert on every token while that is small. The rest, CPU
+    included, runs each expert on its tokens: the number of an expert's tokens may change last bits
+    there.
+    """
+    mixed = experts(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
+    return mixed.total() if isinstance(mixed, Picks) else mixed
+
+
+def experts(
+    x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, weight_NP: Tensor, chosen_NP: Tensor
+) -> Tensor | Picks:
+    """As `grouped_experts`; its terms where a kernel left them apart and no gradient is wanted.
+
+    What reads them next adds them in its own pass (`residual.Sum`).
     """
     _check(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
     if not x_NE.shape[0]:
         return x_NE.clone()
     if _has_grouped_mm(x_NE, w13_X2FE, w2_XEF):
+        if not torch.is_grad_enabled():
+            return _picks(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
         out_NE: Tensor = Grouped.apply(  # type: ignore[no-untyped-call]
             x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP
         )
@@ -65,6 +81,19 @@ def grouped_experts(
     is_small = w13_X2FE.shape[0] * x_NE.shape[0] * w13_X2FE.shape[1] <= _DENSE_ELEMENTS
     run = dense if x_NE.is_cuda and is_small else looped
     return run(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
+
+
+def _picks(
+    x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, weight_NP: Tensor, chosen_NP: Tensor
+) -> Picks:
+    """On Hopper in bf16."""
+    from m1serve.kernels.moe_decode import MAX_PICKS, expert_picks
+
+    if chosen_NP.numel() <= MAX_PICKS:
+        with torch.cuda.device_of(x_NE):  # type: ignore[no-untyped-call]
+            y_ME = expert_picks(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
+        return Picks(y_ME, None, chosen_NP.shape[1])
+    return grouped_picks(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP).picks
 
 
 def _check(
@@ -113,6 +142,36 @@ def _has_grouped_mm(x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor) -> bool:
     )
 
 
+class _GroupedPicks(NamedTuple):
+    picks: Picks
+    h_M2F: Tensor
+    weight_M1: Tensor
+    order_M: Tensor
+    ends_X: Tensor
+
+
+def grouped_picks(
+    x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, weight_NP: Tensor, chosen_NP: Tensor
+) -> _GroupedPicks:
+    """All experts in one grouped matmul a projection, picks sorted by expert."""
+    X, P = w13_X2FE.shape[0], chosen_NP.shape[1]
+    # a radix sort goes over one byte of a key and not over eight
+    key_M = chosen_NP.flatten().to(torch.uint8 if X <= 256 else torch.int64)
+    expert_M, order_M = key_M.sort(stable=True)
+    # bincount would wait for the device
+    every_X = torch.arange(X, device=expert_M.device)
+    ends_X = torch.searchsorted(expert_M.long(), every_X, right=True, out_int32=True)
+    x_ME = x_NE.index_select(0, order_M // P)
+    h_M2F = F.grouped_mm(x_ME, w13_X2FE.transpose(1, 2), offs=ends_X)
+    del x_ME
+    weight_M1 = weight_NP.flatten().index_select(0, order_M).unsqueeze(1)
+    z_MF = swiglu_weighted(h_M2F, weight_M1)
+    y_ME = F.grouped_mm(z_MF, w2_XEF.transpose(1, 2), offs=ends_X)
+    every_M = torch.arange(order_M.numel(), device=order_M.device)
+    place_M = torch.empty_like(order_M).scatter_(0, order_M, every_M)
+    return _GroupedPicks(Picks(y_ME, place_M, P), h_M2F, weight_M1, order_M, ends_X)
+
+
 class Grouped(torch.autograd.Function):
     """All experts in one grouped matmul a projection; keeps x and h, and computes the rest again.
 
@@ -128,21 +187,11 @@ class Grouped(torch.autograd.Function):
         weight_NP: Tensor,
         chosen_NP: Tensor,
     ) -> Tensor:
-        X, P = w13_X2FE.shape[0], chosen_NP.shape[1]
-        expert_M, order_M = chosen_NP.flatten().sort(stable=True)
-        # bincount would wait for the device
-        every_X = torch.arange(X, device=expert_M.device)
-        ends_X = torch.searchsorted(expert_M, every_X, right=True, out_int32=True)
-        x_ME = x_NE.index_select(0, order_M // P)
-        h_M2F = F.grouped_mm(x_ME, w13_X2FE.transpose(1, 2), offs=ends_X)
-        a_MF, b_MF = h_M2F.chunk(2, -1)
-        weight_M1 = weight_NP.flatten().index_select(0, order_M).unsqueeze(1)
-        z_MF = F.silu(a_MF).mul_(b_MF).mul_(weight_M1)
-        y_ME = F.grouped_mm(z_MF, w2_XEF.transpose(1, 2), offs=ends_X)
-        every_M = torch.arange(order_M.numel(), device=order_M.device)
-        place_M = torch.empty_like(order_M).scatter_(0, order_M, every_M)
+        (y_ME, place_M, P), h_M2F, weight_M1, order_M, ends_X = grouped_picks(
+            x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP
+        )
         ctx.save_for_backward(x_NE, w13_X2FE, w2_XEF, h_M2F, weight_M1, order_M, place_M, ends_X)
-        return _sum_picks(y_ME, place_M, P)
+        return Picks(y_ME, place_M, P).total()
 
     @staticmethod
     @once_differentiable
@@ -172,7 +221,8 @@ class Grouped(torch.autograd.Function):
             x_ME = x_NE.index_select(0, token_M)
             dw13_X2FE = F.grouped_mm(dh_M2F.t(), x_ME, offs=ends_X)
         if wants_x:
-            dx_NE = _sum_picks(F.grouped_mm(dh_M2F, w13_X2FE, offs=ends_X), place_M, P)
+            dx_ME = F.grouped_mm(dh_M2F, w13_X2FE, offs=ends_X)
+            dx_NE = Picks(dx_ME, place_M, P).total()
         return dx_NE, dw13_X2FE, dw2_XEF, dweight_NP, None
 
 
@@ -184,12 +234,6 @@ def _swiglu_backward(dinner_MF: Tensor, a_MF: Tensor, b_MF: Tensor, silu_MF: Ten
     torch.mul(dinner_MF, silu_MF, out=db_MF)
     torch.ops.aten.silu_backward(dinner_MF.mul_(b_MF), a_MF, grad_input=da_MF)
     return dh_M2F
-
-
-def _sum_picks(y_ME: Tensor, place_M: Tensor, num_chosen: int) -> Tensor:
-    """Each token's rows, added in fp32 and rounded once."""
-    y_NPE = y_ME.index_select(0, place_M).view(-1, num_chosen, y_ME.shape[1])
-    return y_NPE.sum(1)
 
 
 def dense(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from m1serve.kernels.residual import Picks, Sum, is_fused
 from m1serve.model.config import SOFTMAX, M1Config
 from m1serve.model.lightning import LightningAttention
 from m1serve.model.moe import SparseMoE
@@ -37,12 +38,20 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.block_sparse_moe = SparseMoE(config)
 
-    def forward(self, x_BTE: Tensor, state: SequenceState, step: Step) -> Tensor:
-        h_BTE: Tensor = self.input_layernorm(x_BTE)
-        residual_BTE = h_BTE if self.config.postnorm else x_BTE
+    def forward(self, x_BTE: Tensor | Sum, state: SequenceState, step: Step) -> Tensor | Sum:
+        """The layer's output [B, T, E]; where kernels serve, as the sum that the next norm adds."""
+        h_BTE, residual_BTE = self._normed(self.input_layernorm, x_BTE)
         attended_BTE: Tensor = self.self_attn(h_BTE, state, step)
-        x_BTE = residual_BTE * self.attn_alpha + attended_BTE * self.attn_beta
-        g_BTE: Tensor = self.post_attention_layernorm(x_BTE)
-        residual_BTE = g_BTE if self.config.postnorm else x_BTE
-        mixed_BTE: Tensor = self.block_sparse_moe(g_BTE)
-        return residual_BTE * self.mlp_alpha + mixed_BTE * self.mlp_beta
+        x_BTE = Sum(residual_BTE, attended_BTE, self.attn_alpha, self.attn_beta)
+        g_BTE, residual_BTE = self._normed(self.post_attention_layernorm, x_BTE)
+        mixed: Tensor | Picks = self.block_sparse_moe(g_BTE)
+        out_BTE = Sum(residual_BTE, mixed, self.mlp_alpha, self.mlp_beta)
+        return out_BTE if is_fused(residual_BTE) else out_BTE.total()
+
+    def _normed(self, norm: RMSNorm, x_BTE: Tensor | Sum) -> tuple[Tensor, Tensor]:
+        """What the branch reads, and the residual it is added to."""
+        if self.config.postnorm:
+            h_BTE: Tensor = norm(x_BTE)
+            return h_BTE, h_BTE
+        total_BTE, h_BTE = norm.with_input(x_BTE)
+        return h_BTE, total_BTE

@@ -60,7 +60,9 @@ class LightningAttention(nn.Module):
         return y_BTE
 
     def _prefill(self, qkv_BTH3D: Tensor, state: SequenceState, step: Step) -> Tensor:
-        q_BTHD, k_BTHD, v_BTHD = torch.split(F.silu(qkv_BTH3D), self.config.head_dim, -1)
+        # nothing else reads the projection: without gradients it is overwritten
+        active_BTH3D = F.silu(qkv_BTH3D, inplace=not torch.is_grad_enabled())
+        q_BTHD, k_BTHD, v_BTHD = torch.split(active_BTH3D, self.config.head_dim, -1)
         o_BTHD, after_BHDD = lightning_rows(
             q_BTHD,
             k_BTHD,

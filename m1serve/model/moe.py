@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from m1serve.kernels.moe import grouped_experts, route
+from m1serve.kernels.moe import experts, route
+from m1serve.kernels.residual import Picks
 from m1serve.model.config import M1Config
 from m1serve.model.linear import Linear
 
@@ -25,11 +26,12 @@ class SparseMoE(nn.Module):
         self.balance: Tensor | None = None
         """Of the last training forward: X * sum(share of choices * mean probability)."""
 
-    def forward(self, g_BTE: Tensor) -> Tensor:
+    def forward(self, g_BTE: Tensor) -> Tensor | Picks:
+        """As g; where kernels serve, the terms that the next norm adds."""
         x_NE = g_BTE.reshape(-1, g_BTE.shape[-1])
         weight_NP, chosen_NP, p_NX = route(x_NE, self.gate.weight, self.num_chosen)
         if self.training:
             share_X = F.one_hot(chosen_NP, p_NX.shape[-1]).float().sum(1).mean(0)
             self.balance = p_NX.shape[-1] * (share_X * p_NX.mean(0)).sum()
-        out_NE = grouped_experts(x_NE, self.w13_X2FE, self.w2_XEF, weight_NP, chosen_NP)
-        return out_NE.view_as(g_BTE)
+        out = experts(x_NE, self.w13_X2FE, self.w2_XEF, weight_NP, chosen_NP)
+        return out if isinstance(out, Picks) else out.view_as(g_BTE)

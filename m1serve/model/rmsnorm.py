@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from m1serve.kernels.residual import Normed, Sum, rms_norm, rms_norm_of_sum
 
 
 class RMSNorm(nn.Module):
@@ -13,6 +14,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return normed.to(self.weight.dtype)
+    def forward(self, x: Tensor | Sum) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def with_input(self, x: Tensor | Sum) -> Normed:
+        """The normed values and what they were made of, a sum added up."""
+        return rms_norm_of_sum(x, self.weight, self.eps)

@@ -187,6 +187,58 @@ def hopper_case(columns: int, stages: int, reverse: bool) -> Case:
     )
 
 
+def experts_case(kernel: str, num_tokens: int, is_even: bool, by_pick: bool) -> Case:
+    """As `moe_decode.expert_picks` launches them; the widths below are its `tiling`."""
+    block_b, stages = {1: (16, 5), 128: (32, 4), 256: (64, 3)}[num_tokens]
+    return Case(
+        name=f"experts-{kernel}-{num_tokens}" + ("" if is_even else "-odd"),
+        module="m1serve.kernels.moe_decode",
+        kernel=kernel,
+        num_stages=stages,
+        arguments={
+            **dict.fromkeys(("x_NE", "w13_X2FE", "w2_XEF", "z_MF", "y_ME"), "*bf16/16"),
+            "weight_M": "*fp32/16",
+            "chosen_M": "*i64/16",
+            **dict.fromkeys(("num_hidden", "num_inner"), "i32/16"),
+            **dict.fromkeys(("num_picks", "num_experts", "num_chosen"), "i32"),
+            "EVEN": is_even,
+            "BY_PICK": by_pick,
+            "BLOCK_M": 2 * num_tokens,
+            "BLOCK_B": block_b,
+            "ROWS": 64,
+            "DEPTH": 128,
+            "CHUNK": 64,
+            "WAIT": True,
+        },
+    )
+
+
+def residual_case(kernel: str, dtype: str, terms: int, inner: int, block_i: int) -> Case:
+    """As `residual_triton` launches them; picks lie at places, and sums are kept, where terms > 1."""
+    rows = ("residual_NE", "y_ME", "weight_E", "sum_NE", "normed_NE", "out_NE", "h_M2F", "z_MF")
+    return Case(
+        name=f"residual-{kernel}-{dtype}-{terms}-{inner}",
+        module="m1serve.kernels.residual_triton",
+        kernel=kernel,
+        num_warps=4 if kernel == "swiglu_kernel" else max(4, block_i // 1024),
+        arguments={
+            **dict.fromkeys(rows, f"*{dtype}/16"),
+            "place_M": "*i64/16",
+            "weight_M": "*fp32/16",
+            **dict.fromkeys(("num_hidden", "num_inner"), "i32" if inner % 16 else "i32/16"),
+            "num_picks": "i32",
+            **dict.fromkeys(("alpha", "beta", "eps"), "fp32"),
+            "TERMS": terms,
+            "PLACED": terms > 1,
+            "KEEPS": terms > 1,
+            "BLOCK_I": block_i,
+            "ROWS": 4,
+            "COLUMNS": 1024,
+            "WAIT": True,
+        },
+    )
+
+
 CASES = [
     logprobs_case("fold", "fp32", "i64"),
     logprobs_case("differentiate", "bf16", "i64"),
@@ -218,6 +270,21 @@ CASES = [
     norm_case("_backward", "fp32", 8192, 8192, 32),
     norm_case("_forward", "fp32", 1000, 1024, 4),
     norm_case("_backward", "fp32", 1000, 1024, 4),
+    experts_case("up_kernel", 1, True, True),
+    experts_case("up_kernel", 128, True, False),
+    experts_case("up_kernel", 256, True, False),
+    experts_case("up_kernel", 256, False, False),
+    experts_case("down_kernel", 1, True, True),
+    experts_case("down_kernel", 1, False, True),
+    experts_case("down_kernel", 256, True, False),
+    residual_case("norm_kernel", "bf16", 0, 6144, 8192),
+    residual_case("norm_kernel", "bf16", 1, 6144, 8192),
+    residual_case("norm_kernel", "bf16", 2, 6144, 8192),
+    residual_case("norm_kernel", "fp32", 2, 16384, 16384),
+    residual_case("norm_kernel", "fp32", 1, 1001, 1024),
+    residual_case("picks_kernel", "bf16", 2, 6144, 8192),
+    residual_case("swiglu_kernel", "bf16", 0, 9216, 0),
+    residual_case("swiglu_kernel", "fp32", 0, 1001, 0),
 ]
 
 
