@@ -24,7 +24,7 @@ from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings, Settings
 from m1serve.engine.local import LocalEngine
 from m1serve.engine.staging import Staged
-from m1serve.model.checkpoint import read_config
+from m1serve.model.directory import read_config
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.model.state import SequenceState
 from m1serve.model.tiny import random_model, tiny_tokenizer

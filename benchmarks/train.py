@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from m1serve.config import Settings, TrainSettings
-from m1serve.model.checkpoint import read_config
+from m1serve.model.directory import read_config
 from m1serve.model.tiny import random_model
 from m1serve.online_rl.cispo import cispo_loss
 from m1serve.online_rl.forward import token_streams, trained_logprobs

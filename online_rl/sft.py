@@ -23,9 +23,10 @@ from torch.utils.data import DataLoader
 
 from m1serve.chat.tokenizer import BOS, ChatTokenizer
 from m1serve.errors import ConfigError
-from m1serve.model.checkpoint import CONFIG_FILE, load_model, save_model
+from m1serve.model.checkpoint import load_model, save_model
+from m1serve.model.directory import CONFIG_FILE
 from m1serve.model.hybrid import M1ForCausalLM
-from m1serve.model.verify import TOKENIZER_FILE
+from m1serve.model.token_ids import TOKENIZER_FILE
 from m1serve.online_rl.demonstrations import sample_texts
 from m1serve.online_rl.sft_batches import DemonstrationBatches, Part, measure_widths
 from m1serve.online_rl.sft_loss import GradientPass

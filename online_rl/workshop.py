@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from m1serve.config import Settings, TrainSettings
 from m1serve.errors import ConfigError, EngineError, StoreError, WeightsError
 from m1serve.model.manifest import SERVING, TRAINER, read_manifest
-from m1serve.model.verify import TOKENIZER_FILE
+from m1serve.model.token_ids import TOKENIZER_FILE
 from m1serve.model.weights import (
     discard_version,
     load_trainer,

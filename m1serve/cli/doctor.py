@@ -102,7 +102,7 @@ def _home(settings: Settings) -> str:
 
 def _model(settings: Settings) -> str:
     from m1serve.chat.tokenizer import ChatTokenizer
-    from m1serve.model.checkpoint import read_config, weight_files
+    from m1serve.model.directory import read_config, weight_files
     from m1serve.model.tensor_file import stored_tensors
 
     config = read_config(settings.model_dir)

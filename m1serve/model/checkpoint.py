@@ -1,28 +1,34 @@
 """Model directories: config.json and safetensors, one file or shards, under M1's on-disk names.
 
-Read and written a shard at a time; both directions use one table of views into the parameters.
+Read through one buffer and written a shard at a time; both directions use one table of views into
+the parameters.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from m1serve.errors import WeightsError
 from m1serve.model.config import M1Config
+from m1serve.model.directory import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_config
 from m1serve.model.hybrid import M1ForCausalLM
+from m1serve.model.inventory import (
+    ROUTER,
+    Inventory,
+    abridged,
+    narrow_routers,
+    take_inventory,
+    tensor_problems,
+)
+from m1serve.model.tensor_stream import TensorStream
 
-CONFIG_FILE = "config.json"
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-# transformers saves these; they follow from the config and are recomputed here
-DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-ROUTER = ".block_sparse_moe.gate.weight"
+logger = logging.getLogger(__name__)
 
 
 def disk_views(model: M1ForCausalLM) -> dict[str, Tensor]:
@@ -43,6 +49,12 @@ def disk_views(model: M1ForCausalLM) -> dict[str, Tensor]:
     return views
 
 
+def wanted_shapes(config: M1Config) -> dict[str, tuple[int, ...]]:
+    """On-disk name -> shape of every tensor that a checkpoint of this config holds."""
+    model = empty_model(config, device="meta", dtype=torch.bfloat16)
+    return {name: tuple(view.shape) for name, view in disk_views(model).items()}
+
+
 def empty_model(
     config: M1Config, *, device: torch.device | str, dtype: torch.dtype
 ) -> M1ForCausalLM:
@@ -57,61 +69,22 @@ def empty_model(
     return model
 
 
-def read_config(path: Path) -> M1Config:
-    """The config.json of a model directory."""
-    file = path / CONFIG_FILE
-    try:
-        raw = json.loads(file.read_text())
-    except OSError as error:
-        raise WeightsError(f"cannot read {file}: {error.strerror}; is it a model directory?") from (
-            error
-        )
-    except ValueError as error:
-        raise WeightsError(f"{file} is not JSON ({error}); fetch the file again") from error
-    if not isinstance(raw, dict):
-        raise WeightsError(f"{file} holds a {type(raw).__name__}, wanted an object")
-    return M1Config.from_dict(raw)
-
-
-def weight_files(path: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model directory, each once."""
-    index = path / INDEX_FILE
-    if not index.exists():
-        return (path / SINGLE_FILE,)
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is not a safetensors index: {error!r}") from error
-    strange = sorted(name for name in names if Path(name).name != name)
-    if strange:
-        raise WeightsError(f"{index} points outside its directory: {strange}")
-    return tuple(path / name for name in sorted(names))
-
-
 @torch.no_grad()
 def load_model(
     path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> M1ForCausalLM:
-    """Loads a model directory. WeightsError names missing, unexpected and misshapen tensors."""
-    model = empty_model(read_config(path), device=device, dtype=dtype)
+    """Loads a model directory: peak host memory is the model (if it is there) and one buffer.
+
+    WeightsError names missing files, missing, unexpected and misshapen tensors before a weight is
+    read, and NaN or infinite weights as they come.
+    """
+    config = read_config(path)
+    inventory = _checked_inventory(path, config)
+    model = empty_model(config, device=device, dtype=dtype)
     views = disk_views(model)
-    missing, problems = set(views), list[str]()
-    for file in weight_files(path):
-        for name, t in _tensors(file).items():
-            if name.endswith(DERIVED):
-                continue
-            if name not in views:
-                problems.append(f"unexpected {name}")
-            elif t.shape != views[name].shape:
-                problems.append(f"{name} is {list(t.shape)}, wanted {list(views[name].shape)}")
-            else:
-                views[name].copy_(t)
-            missing.discard(name)
-    problems += [f"missing {name}" for name in sorted(missing)]
-    if problems:
-        raise WeightsError(
-            f"the weights in {path} are not those of its {CONFIG_FILE}: {_listed(problems)}"
-        )
+    stream = TensorStream(device=device)
+    for file, tensors in inventory.files.items():
+        stream.fill(file, {name: t for name, t in tensors.items() if name in views}, views)
     return model
 
 
@@ -161,18 +134,19 @@ def _shards(views: dict[str, Tensor], dtype: torch.dtype, max_bytes: int) -> lis
     return shards
 
 
-def _tensors(file: Path) -> dict[str, Tensor]:
-    """Of a safetensors file, mapped rather than read; its errors as WeightsError."""
-    try:
-        return load_file(file)
-    except FileNotFoundError as error:
-        raise WeightsError(f"{file} is missing; fetch the checkpoint again") from error
-    except (SafetensorError, OSError) as error:
+def _checked_inventory(path: Path, config: M1Config) -> Inventory:
+    inventory = take_inventory(path)
+    if problems := inventory.file_problems():
+        raise WeightsError(f"{path} is not a whole checkpoint: {abridged(problems)}")
+    if problems := tensor_problems(inventory, wanted_shapes(config)):
         raise WeightsError(
-            f"{file} is truncated or not safetensors ({error}); fetch the file again"
-        ) from error
-
-
-def _listed(problems: list[str], most: int = 20) -> str:
-    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-    return "; ".join(problems[:most]) + more
+            f"the weights in {path} are not those of its {CONFIG_FILE}: {abridged(problems)}"
+        )
+    if narrow := narrow_routers(inventory):
+        logger.warning(
+            "%s stores %d routers narrower than fp32, so a cast came before: MiniMax's own are "
+            "fp32. They are used as they are, in fp32",
+            path,
+            len(narrow),
+        )
+    return inventory

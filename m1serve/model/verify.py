@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from m1serve.errors import WeightsError
-from m1serve.model.checkpoint import CONFIG_FILE, disk_views, empty_model, read_config
+from m1serve.model.checkpoint import wanted_shapes
+from m1serve.model.directory import CONFIG_FILE, read_config
 from m1serve.model.manifest import (
     MANIFEST_FILE,
     SERVING,
@@ -16,8 +15,7 @@ from m1serve.model.manifest import (
     read_manifest,
 )
 from m1serve.model.tensor_file import stored_tensors, tensor_digests
-
-TOKENIZER_FILE = "tokenizer.json"
+from m1serve.model.token_ids import TOKENIZER_FILE
 
 
 def verify_version(path: Path, *, weights_version: str | None = None) -> Manifest:
@@ -72,9 +70,7 @@ def _what_changed(name: str) -> str:
 
 def _check_shapes(path: Path, manifest: Manifest) -> None:
     """The tensors are those of the config, before any memory is spent on them."""
-    config = read_config(path / SERVING)
-    model = empty_model(config, device="meta", dtype=torch.float32)
-    wanted = {name: tuple(view.shape) for name, view in disk_views(model).items()}
+    wanted = wanted_shapes(read_config(path / SERVING))
     found = {
         name: tensor.shape
         for file in serving_weight_files(path, manifest)

@@ -20,14 +20,8 @@ from torch import Tensor
 from m1serve.chat.template import template_digest
 from m1serve.chat.tokenizer import BOD, BOS, ChatTokenizer
 from m1serve.errors import WeightsError
-from m1serve.model.checkpoint import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    load_model,
-    read_config,
-    save_model,
-    weight_files,
-)
+from m1serve.model.checkpoint import load_model, save_model
+from m1serve.model.directory import CONFIG_FILE, INDEX_FILE, read_config, weight_files
 from m1serve.model.golden import golden_gap, record_golden, sample_sequences
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.model.manifest import (
@@ -41,7 +35,8 @@ from m1serve.model.manifest import (
 )
 from m1serve.model.staging import remove_whole, staged
 from m1serve.model.tensor_file import stored_tensors, tensor_digests
-from m1serve.model.verify import TOKENIZER_FILE, verify_version
+from m1serve.model.token_ids import TOKENIZER_FILE, resolve_token_ids
+from m1serve.model.verify import verify_version
 
 __all__ = [
     "FileRecord",
@@ -91,7 +86,7 @@ def write_version(
     Serving tensors are stored in `dtype` (the router in fp32). The golden logprobs are those of the
     stored weights, loaded back. Raises StoreError when the version exists or the disk is full.
     """
-    _check_tokenizer(tokenizer_file, model.config.vocab_size)
+    resolve_token_ids(model.config, tokenizer_file)
     target = version_path(root, weights_version)
     with staged(target) as folder:
         serving = folder / SERVING
@@ -145,7 +140,8 @@ def import_model_dir(root: Path, *, model_id: str, model_dir: Path) -> Path:
     if target.exists():
         _check_same(target, files)
         return target
-    _check_tokenizer(model_dir / TOKENIZER_FILE, read_config(model_dir).vocab_size)
+    # reading it refuses a tokenizer that is not this model's
+    read_config(model_dir)
     for file in weight_files(model_dir):
         # a broken file is named where it lies, not by its copy
         stored_tensors(file)
@@ -237,11 +233,3 @@ def _imported_another(target: Path, what: str) -> WeightsError:
         f"{target} was imported from another model: {what} differs; "
         "give the new model another model_id, or start with an empty home"
     )
-
-
-def _check_tokenizer(file: Path, vocab_size: int) -> None:
-    num_tokens = ChatTokenizer.load(file).vocab_size
-    if num_tokens > vocab_size:
-        raise WeightsError(
-            f"{file} is the wrong tokenizer: it has {num_tokens} tokens, the model {vocab_size}"
-        )

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from m1serve.model.checkpoint import disk_views, empty_model, read_config
+from m1serve.model.checkpoint import disk_views, empty_model
 from m1serve.model.config import M1Config
+from m1serve.model.directory import read_config
 from m1serve.model.footprint import footprint
 from m1serve.model.state import SequenceState
 from m1serve.model.tiny import tiny_config
