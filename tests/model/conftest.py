@@ -9,8 +9,6 @@ from m1serve.model.config import M1Config
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.model.tiny import random_model, tiny_config, tiny_model_dir
 
-DATA = Path(__file__).parents[3] / "shared" / "data" / "m1"
-
 
 @pytest.fixture(scope="session")
 def config() -> M1Config:
@@ -27,10 +25,3 @@ def model(config: M1Config) -> M1ForCausalLM:
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shared by all tests: copy it before changing it."""
     return tiny_model_dir(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def m1_data() -> Path:
-    if not DATA.is_dir():
-        pytest.skip(f"MiniMax's reference data is not at {DATA}")
-    return DATA
