@@ -48,7 +48,7 @@ class TensorStream:
     def _copy(self, source: BinaryIO, stored: StoredTensor, target: Tensor) -> None:
         source.seek(stored.start)
         dtype, flat, done = DTYPES[stored.dtype], target.view(-1), 0
-        window = memoryview(self._buffer.numpy())
+        window = self._buffer.numpy().data
         while done < flat.numel():
             num_bytes = min(BUFFER_BYTES, (flat.numel() - done) * dtype.itemsize)
             _read_exactly(source, window[:num_bytes])
