@@ -15,7 +15,7 @@ from m1serve.types import Delta, StopCause, ToolCall, TopLogprob, VersionSpan
 _FINISH_REASON = {
     StopCause.LENGTH: "length",
     StopCause.CONTEXT: "length",
-    StopCause.REPETITION: "length",
+    StopCause.REPETITION: "stop",
     StopCause.ABORT: "abort",
     StopCause.ERROR: "error",
 }
@@ -31,7 +31,9 @@ class ChoiceStream:
         *,
         stop_strings: Sequence[str],
         parser: ReplyParser | RawReply,
+        is_thinking: bool = False,
     ) -> None:
+        """`is_thinking`: the prompt has opened the think block."""
         self.index = index
         self.turn_id = uuid.uuid4().hex
         self.token_ids: list[int] = []
@@ -43,7 +45,7 @@ class ChoiceStream:
         self.stop: StopCause | None = None
         self.stop_detail: str | None = None
         self.call_ids: list[str] = []
-        self._tok = tok
+        self._tok, self._is_thinking = tok, is_thinking
         self._detokenizer = Detokenizer(tok)
         self._matcher = StopMatcher(stop_strings)
         self._parser = parser
@@ -83,7 +85,7 @@ class ChoiceStream:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        return count_reasoning_tokens(self._tok, self.token_ids)
+        return count_reasoning_tokens(self._tok, self.token_ids, is_open=self._is_thinking)
 
     @property
     def message(self) -> ChatMessage:

@@ -71,7 +71,8 @@ class ChunkWriter:
         frame = self._slow_chunk if self._has_token_fields else self._framed
         chunks = [frame(choice, _delta(event, choice, self._reasoning_fields)) for event in events]
         if choice.stop is not None:
-            last = self._choice(choice, {}) | {"finish_reason": choice.finish_reason}
+            ending = {"finish_reason": choice.finish_reason, "stop_cause": choice.stop}
+            last = self._choice(choice, {}) | ending
             chunks.append(self._chunk([last], self._version(choice), {}))
         return b"".join(chunks)
 

@@ -34,6 +34,7 @@ def _choice(exchange: Exchange, choice: ChoiceStream) -> dict[str, object]:
         "index": choice.index,
         "message": _message(choice, exchange.prepared.defaults.reasoning_fields),
         "finish_reason": choice.finish_reason,
+        "stop_cause": choice.stop,
         "logprobs": None,
     }
     if body.logprobs:

@@ -9,17 +9,20 @@ from pathlib import Path
 
 from m1serve.config import AnswerSettings, ModelSettings
 from m1serve.errors import ConfigError
-from m1serve.types import HistoryRule
+from m1serve.types import HistoryRule, RepetitionStop
 
 _M1_SIZES = {"model_type": "minimax_m1", "hidden_size": 6144, "num_hidden_layers": 80}
 """Of MiniMax-M1-40k and -80k; nano has the same architecture and answers otherwise."""
 _PUBLISHED = AnswerSettings(history="template", temperature=1.0, top_p=0.95)
+_REPETITION = RepetitionStop()
 _LAST = AnswerSettings(
     history="exact",
     temperature=1.0,
     top_p=1.0,
     max_tokens_applies_to="all",
     reasoning_field="reasoning_content",
+    repetition_stop_tokens=_REPETITION.num_tokens,
+    repetition_stop_probability=_REPETITION.probability,
 )
 
 
@@ -33,6 +36,9 @@ class AnswerDefaults:
     bounds_answer_only: bool
     """max_tokens counts what follows the think block."""
     reasoning_budget: int | None
+    repetition_stop_tokens: int
+    """0 means never."""
+    repetition_stop_probability: float
     reasoning_fields: tuple[str, ...]
     """Names under which a message carries its reasoning."""
 
@@ -61,6 +67,8 @@ def _resolve(*layers: AnswerSettings) -> AnswerDefaults:
     merged = AnswerSettings(**{name: first(name) for name in AnswerSettings.model_fields})  # type: ignore[arg-type]
     assert merged.temperature is not None
     assert merged.top_p is not None
+    assert merged.repetition_stop_tokens is not None
+    assert merged.repetition_stop_probability is not None
     names = ("reasoning_content", "reasoning")
     return AnswerDefaults(
         history=HistoryRule(merged.history or "exact"),
@@ -69,6 +77,8 @@ def _resolve(*layers: AnswerSettings) -> AnswerDefaults:
         max_tokens=merged.max_tokens,
         bounds_answer_only=merged.max_tokens_applies_to == "answer",
         reasoning_budget=merged.reasoning_budget,
+        repetition_stop_tokens=merged.repetition_stop_tokens,
+        repetition_stop_probability=merged.repetition_stop_probability,
         reasoning_fields=names if merged.reasoning_field == "both" else names[:1],
     )
 

@@ -15,7 +15,7 @@ from m1serve.api.prepare import Prepared
 from m1serve.api.record import delivery_record, turn_record
 from m1serve.api.serving import Serving
 from m1serve.chat.raw_reply import RawReply
-from m1serve.chat.reply import ReplyEvent, ReplyParser
+from m1serve.chat.reply import ReplyEvent, ReplyParser, opens_think_block
 from m1serve.errors import EngineError, OverloadedError, StoreError
 from m1serve.types import Delta, Mode, Started, StopCause
 
@@ -43,6 +43,7 @@ class Exchange:
         self.is_client_gone = False
         request = prepared.generate
         serving.sessions.enter(prepared.placement)
+        is_thinking = opens_think_block(serving.tokenizer, request.prompt_ids)
         self.choices = [
             ChoiceStream(
                 index,
@@ -53,6 +54,7 @@ class Exchange:
                     if prepared.messages
                     else RawReply()
                 ),
+                is_thinking=is_thinking,
             )
             for index in range(request.n)
         ]

@@ -44,6 +44,8 @@ def models_router(serving: Serving) -> APIRouter:
                 "max_tokens": defaults.max_tokens,
                 "max_tokens_applies_to": "answer" if defaults.bounds_answer_only else "all",
                 "reasoning_budget": defaults.reasoning_budget,
+                "repetition_stop_tokens": defaults.repetition_stop_tokens,
+                "repetition_stop_probability": defaults.repetition_stop_probability,
             },
             "max_model_len": serving.engine.capabilities.max_model_len,
             "weights_version": serving.engine.weights_version,

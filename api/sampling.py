@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TypeVar
+
 from m1serve.api.defaults import AnswerDefaults
 from m1serve.api.schema import ChatRequest, GenerationFields
 from m1serve.errors import RequestError
-from m1serve.types import Capabilities, Limits, Sampling
+from m1serve.types import Capabilities, Limits, RepetitionStop, Sampling
+
+_Value = TypeVar("_Value")
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 256
@@ -15,18 +20,15 @@ MIN_TEMPERATURE = 1e-3
 
 
 def to_sampling(request: GenerationFields, defaults: AnswerDefaults, vocab_size: int) -> Sampling:
-    def given(value: float | None, default: float) -> float:
-        return default if value is None else float(value)
-
-    temperature = given(request.temperature, defaults.temperature)
+    temperature = _given(request.temperature, defaults.temperature)
     return Sampling(
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
-        top_p=given(request.top_p, defaults.top_p),
+        top_p=_given(request.top_p, defaults.top_p),
         top_k=min(max(0, request.top_k or 0), vocab_size),
-        min_p=given(request.min_p, 0.0),
-        presence_penalty=given(request.presence_penalty, 0.0),
-        frequency_penalty=given(request.frequency_penalty, 0.0),
-        repetition_penalty=given(request.repetition_penalty, 1.0),
+        min_p=_given(request.min_p, 0.0),
+        presence_penalty=_given(request.presence_penalty, 0.0),
+        frequency_penalty=_given(request.frequency_penalty, 0.0),
+        repetition_penalty=_given(request.repetition_penalty, 1.0),
         seed=request.seed,
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         stop_token_ids=_stop_token_ids(request.stop_token_ids or [], vocab_size),
@@ -74,13 +76,17 @@ def to_limits(
             code="context_length_exceeded",
         )
     most = defaults.max_tokens if named is None else named
-    budget = defaults.reasoning_budget
+    limits = Limits(
+        max_tokens=room,
+        reasoning_budget=_given(request.reasoning_budget, defaults.reasoning_budget),
+        repetition=_repetition(request, defaults),
+    )
     # more than is left: the engine stops where the context ends, and says that it did
     if most is None or most > left:
-        return Limits(max_tokens=room, reasoning_budget=budget)
+        return limits
     if defaults.bounds_answer_only and most:
-        return Limits(max_tokens=room, answer_tokens=most, reasoning_budget=budget)
-    return Limits(max_tokens=most, reasoning_budget=budget)
+        return replace(limits, answer_tokens=most)
+    return replace(limits, max_tokens=most)
 
 
 def refuse_large_n(n: int, max_n: int) -> None:
@@ -96,6 +102,16 @@ def refuse_unsupported(request: ChatRequest, max_n: int) -> None:
     for name in ("functions", "function_call", "audio", "web_search_options"):
         if getattr(request, name) not in (None, [], "auto", "none"):
             raise RequestError(f"{name} is not supported; use tools", param=name)
+
+
+def _repetition(request: GenerationFields, defaults: AnswerDefaults) -> RepetitionStop | None:
+    num_tokens = _given(request.repetition_stop_tokens, defaults.repetition_stop_tokens)
+    probability = _given(request.repetition_stop_probability, defaults.repetition_stop_probability)
+    return RepetitionStop(num_tokens=num_tokens, probability=probability) if num_tokens else None
+
+
+def _given(value: _Value | None, default: _Value) -> _Value:
+    return default if value is None else value
 
 
 def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

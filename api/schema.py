@@ -147,6 +147,10 @@ class GenerationFields(_Lenient):
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.1, le=2)
     stop_token_ids: Listed[int] | None = None
+    reasoning_budget: int | None = Field(default=None, ge=0)
+    repetition_stop_tokens: int | None = Field(default=None, ge=0)
+    """0 switches it off."""
+    repetition_stop_probability: float | None = Field(default=None, ge=0, lt=1)
     return_token_ids: bool | None = None
 
     @property

@@ -40,7 +40,7 @@ class TextChunkWriter:
         text = self._choices[choice.turn_id]
         chunks = [self._chunk(text.piece(e.text)) for e in events if isinstance(e, ContentText)]
         if choice.stop is not None:
-            chunks.append(self._chunk(text.piece("") | {"finish_reason": choice.finish_reason}))
+            chunks.append(self._chunk(text.piece("") | text.ending()))
         return b"".join(chunks)
 
     def end(self) -> bytes:
@@ -118,7 +118,11 @@ class _TextChoice:
         if self._body.return_token_ids:
             value |= self._prompt_ids()
             value["token_ids"] = self._choice.token_ids
-        return value | {"finish_reason": self._choice.finish_reason}
+        return value | self.ending()
+
+    def ending(self) -> dict[str, object]:
+        """Why the choice stopped, which only its last chunk and its whole body say."""
+        return {"finish_reason": self._choice.finish_reason, "stop_cause": self._choice.stop}
 
     def _value(self, text: str, logprobs: Lists | None) -> dict[str, object]:
         return {"index": self._place, "text": text, "logprobs": logprobs, "finish_reason": None}

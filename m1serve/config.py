@@ -48,6 +48,11 @@ class AnswerSettings(_Section):
     """answer: max_tokens, whoever names it, leaves the think block uncounted. (all)"""
     reasoning_budget: int | None = Field(default=None, ge=0)
     """Tokens of the think block after which it is closed. (no budget)"""
+    repetition_stop_tokens: int | None = Field(default=None, ge=0)
+    """Sampled tokens in a row of which the model was all but certain, after which an answer stops;
+    0 lets it repeat itself. (3000)"""
+    repetition_stop_probability: float | None = Field(default=None, ge=0, lt=1)
+    """How certain: tokens with a probability above it count. (0.99)"""
     reasoning_field: Literal["reasoning_content", "both"] | None = None
     """both: `reasoning` as well. (reasoning_content)"""
 

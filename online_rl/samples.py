@@ -2,7 +2,8 @@
 
 Nothing is tokenised or rendered here. A sample is a maximal exact token extension: while a turn's
 prompt begins with everything seen so far the sample grows, otherwise the turn starts a sample of
-its own. A turn that was cut (length, repetition) is trained like any other, with the reward it got.
+its own. A turn that was cut (length, repetition) is trained like any other, with the reward it got;
+only the run for which a repetition stop cut it is not.
 """
 
 from __future__ import annotations

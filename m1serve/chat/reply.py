@@ -32,10 +32,14 @@ __all__ = [
     "ReplyEvent",
     "ReplyParser",
     "count_reasoning_tokens",
+    "opens_think_block",
     "parse_reply",
     "turn_from_ids",
     "without_stop",
 ]
+
+_PROMPT_TAIL_TOKENS = 16
+"""Enough for a tag of single characters and the line break behind it."""
 
 
 def parse_reply(text: str, *, parse_calls: bool = True) -> ParsedReply:
@@ -71,15 +75,22 @@ def without_stop(ids: Sequence[int], stop: StopCause | None, eos_id: int) -> Seq
     return ids[:-1] if is_marker else ids
 
 
-def count_reasoning_tokens(tok: ChatTokenizer, ids: Sequence[int]) -> int:
+def opens_think_block(tok: ChatTokenizer, prompt_ids: Sequence[int]) -> bool:
+    """Whether what follows the prompt is inside a think block from its first token on."""
+    tail = b"".join(map(tok.token_bytes, prompt_ids[-_PROMPT_TAIL_TOKENS:]))
+    return tail.rstrip().endswith(THINK.encode())
+
+
+def count_reasoning_tokens(tok: ChatTokenizer, ids: Sequence[int], *, is_open: bool = False) -> int:
     """Tokens of a leading think block, its tags included: up to the one that completes the end tag.
 
-    Found in the text, as the parser finds it: a tag may be spelled by several tokens.
+    Found in the text, as the parser finds it: a tag may be spelled by several tokens. `is_open`:
+    the prompt has the block's begin already.
     """
     shown = ids[:-1] if tuple(ids[-1:]) == (tok.eos_id,) else ids
     pieces = [tok.token_bytes(token_id) for token_id in shown]
     raw = b"".join(pieces)
-    if not raw.lstrip().startswith(THINK.encode()):
+    if not is_open and not raw.lstrip().startswith(THINK.encode()):
         return 0
     place = raw.find(THINK_END.encode())
     if place < 0:

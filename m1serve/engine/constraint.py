@@ -12,7 +12,7 @@ from enum import Enum, auto
 from llguidance import LLMatcher
 
 from m1serve.chat.tokenizer import CALLS, THINK, THINK_END, ChatTokenizer
-from m1serve.engine.tag_tokens import TagTokens, num_matched
+from m1serve.engine.tag_tokens import TagTokens, closing_ids, num_matched
 from m1serve.types import GenerateRequest, GrammarStart
 
 _THINK, _THINK_END, _CALLS = THINK.encode(), THINK_END.encode(), CALLS.encode()
@@ -76,7 +76,7 @@ class Constraint:
     def consider(self, token_id: int) -> None:
         """A sentence that would end inside the think block forces the block's end instead."""
         if self.is_thinking and token_id == self._tokenizer.eos_id and not self.forced:
-            self.forced = list(self._tags.closing)
+            self.forced = closing_ids(self._tokenizer, self._text)
 
     def observe(self, token_id: int) -> None:
         if self.forced:

@@ -28,7 +28,9 @@ class Line:
         self._budget = _budget_of(request, tokenizer)
         self._eos_id = tokenizer.eos_id
         self._script = deque((*tokenizer.encode_control(text), tokenizer.eos_id))
-        self._think_end = tokenizer.control_ids.get(THINK_END, -1)
+        self._bytes_of = tokenizer.token_bytes
+        self._is_closing = False
+        """Within the tokens that close the think block."""
         self._before = request.prompt_ids[-1]
         self._num_said = 0
         self._clear()
@@ -93,8 +95,9 @@ class Line:
             forced = self._forced
         if forced:
             token_id, flag = forced[0], TokenFlag.FORCED
-            if token_id == self._think_end:
+            if not self._is_closing:
                 self._skip_thought(forced)
+            self._is_closing = len(forced) > 1
         else:
             # behind a thought that never closed there is nothing but the end
             token_id = self._script.popleft() if self._script else self._eos_id
@@ -126,13 +129,23 @@ class Line:
 
     def _skip_thought(self, closing: list[int]) -> None:
         """The script goes on behind its own end of the think block, if it has one."""
-        if self._think_end not in self._script:
-            return
-        while self._script[0] != self._think_end:
+        num_thought = self._num_to_end_tag(closing)
+        for _ in range(num_thought):
             self._script.popleft()
-        for token_id in closing:
-            if self._script[0] == token_id:
-                self._script.popleft()
+        if num_thought and self._script[0] == closing[-1]:
+            # the line break behind the tag
+            self._script.popleft()
+
+    def _num_to_end_tag(self, closing: list[int]) -> int:
+        """Tokens of the script up to the one that completes the tag; 0 where none does."""
+        tag = THINK_END.encode()
+        missing = b"".join(map(self._bytes_of, closing)).rstrip(b"\n")
+        text = tag.removesuffix(missing)
+        for num, token_id in enumerate(self._script, start=1):
+            text = text[1 - len(tag) :] + self._bytes_of(token_id)
+            if tag in text:
+                return num
+        return 0
 
 
 def _budget_of(request: GenerateRequest, tokenizer: ChatTokenizer) -> ThinkBudget | None:

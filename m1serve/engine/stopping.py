@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from m1serve.chat.stops import StopMatcher
-from m1serve.chat.tokenizer import THINK_END, ChatTokenizer, Detokenizer
+from m1serve.chat.tokenizer import ChatTokenizer, Detokenizer
+from m1serve.engine.tag_tokens import closing_ids
 from m1serve.engine.thinking import ThinkBlock, ThinkPlace
 from m1serve.types import GenerateRequest, RepetitionStop, StopCause
 
@@ -119,13 +120,12 @@ class StopStrings:
 class ThinkBudget:
     """Counts the tokens of the think block; used up, `forced` holds what must follow."""
 
-    __slots__ = ("_block", "_closing", "_left", "forced")
+    __slots__ = ("_block", "_left", "_tokenizer", "forced")
 
     def __init__(
         self, budget_tokens: int, *, tokenizer: ChatTokenizer, prompt_ids: tuple[int, ...]
     ) -> None:
-        self._closing = tokenizer.encode_control(f"{THINK_END}\n")
-        self._left = budget_tokens
+        self._tokenizer, self._left = tokenizer, budget_tokens
         self._block = ThinkBlock(tokenizer, prompt_ids)
         self.forced: list[int] = []
         """Next token first."""
@@ -143,4 +143,4 @@ class ThinkBudget:
 
     def _close_if_used_up(self) -> None:
         if self._block.place is ThinkPlace.INSIDE and self._left <= 0:
-            self.forced = list(self._closing)
+            self.forced = closing_ids(self._tokenizer, self._block.tail)

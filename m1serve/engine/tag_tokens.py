@@ -12,8 +12,6 @@ class TagTokens:
 
     def __init__(self, tokenizer: ChatTokenizer, *, num_bytes: int) -> None:
         pieces = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
-        self.closing = tuple(tokenizer.encode_control(f"{THINK_END}\n"))
-        """What ends a think block."""
         self.num_bytes = num_bytes
         self._openers = self._openers_of(tokenizer, pieces)
         inner = [(i, piece) for i, piece in enumerate(pieces) if b">" in piece[:-1]]
@@ -49,6 +47,15 @@ class TagTokens:
         if not excluded:
             return None
         return ((1 << 8 * self.num_bytes) - 1 ^ excluded).to_bytes(self.num_bytes, "little")
+
+
+def closing_ids(tokenizer: ChatTokenizer, text: bytes) -> list[int]:
+    """What ends a think block whose text ends with `text`: of a tag that has begun only the rest.
+
+    One `<` begins no tag: it may be anything.
+    """
+    begun = num_matched(THINK_END.encode(), text)
+    return tokenizer.encode_control(f"{THINK_END[begun if begun > 1 else 0 :]}\n")
 
 
 def num_matched(tag: bytes, text: bytes) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+from m1serve.chat.reply import opens_think_block
 from m1serve.chat.tokenizer import THINK, THINK_END, ChatTokenizer
 
 _OPEN, _END = THINK.encode(), THINK_END.encode()
-_PROMPT_TAIL_TOKENS = 16
-"""Enough for a tag of single characters and the line break behind it."""
 
 
 class ThinkPlace(Enum):
@@ -27,13 +26,17 @@ class ThinkBlock:
 
     def __init__(self, tokenizer: ChatTokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        tail = b"".join(map(tokenizer.token_bytes, prompt_ids[-_PROMPT_TAIL_TOKENS:]))
-        is_open = tail.rstrip().endswith(_OPEN)
+        is_open = opens_think_block(tokenizer, prompt_ids)
         self.place = ThinkPlace.INSIDE if is_open else ThinkPlace.BEFORE
         self.num_tokens = 0
         """Sampled tokens of the block, tags and blanks before it too; 0 where there is none."""
         self._num_blank = 0
         self._seen = b""
+
+    @property
+    def tail(self) -> bytes:
+        """The end of the block's text, as long as its end tag at most."""
+        return self._seen[-len(_END) :]
 
     def observe(self, token_id: int) -> None:
         if self.place is ThinkPlace.BEHIND:
@@ -54,6 +57,6 @@ class ThinkBlock:
             self.place, self._seen = ThinkPlace.INSIDE, text[len(_OPEN) :]
         elif not text:
             # an answer of blanks is an answer, until a block opens behind them
-            self._num_blank, self.num_tokens = self.num_tokens, 0
+            self._num_blank, self.num_tokens, self._seen = self.num_tokens, 0, b""
         elif not _OPEN.startswith(text):
             self.place, self.num_tokens = ThinkPlace.BEHIND, 0

@@ -83,16 +83,30 @@ class TurnRecord:
 
     def trainable_tokens(self) -> list[bool]:
         """Per completion token: sampled by the model and by nothing else, from its own
-        distribution at temperature 1, with a logprob, in a completion that was not broken off.
+        distribution at temperature 1, with a logprob, in a completion that was not broken off, and
+        not in the run for which a repetition stop cut it.
 
         The one rule: the ledger counts by it and the trainer masks by it.
         """
         if not self.sampling.is_trainable or self.stop in BROKEN:
             return [False] * len(self.completion_ids)
+        end = self._num_before_repetition()
         return [
-            flag == TokenFlag.SAMPLED and math.isfinite(logprob)
-            for flag, logprob in zip(self.token_flags, self.logprobs, strict=True)
+            place < end and flag == TokenFlag.SAMPLED and math.isfinite(logprob)
+            for place, (flag, logprob) in enumerate(
+                zip(self.token_flags, self.logprobs, strict=True)
+            )
         ]
+
+    def _num_before_repetition(self) -> int:
+        """Completion tokens before the run of a repetition stop; all where there was none."""
+        if self.stop is not StopCause.REPETITION:
+            return len(self.completion_ids)
+        sampled = [i for i, flag in enumerate(self.token_flags) if flag & TokenFlag.SAMPLED]
+        told = self.stop_detail or ""
+        num_run = int(told) if told.isdecimal() else 0
+        # without its length nobody knows where the run began
+        return sampled[-num_run] if 0 < num_run <= len(sampled) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

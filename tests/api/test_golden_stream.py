@@ -71,9 +71,9 @@ async def test_the_golden_stream(serve: Any, step: int) -> None:
         named_call(0, ids[0], '{"x": 1}'),
         named_call(1, ids[1], '{"y": [2]}'),
     ]
-    assert finish["choices"] == [
-        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}
-    ]
+    assert all("stop_cause" not in chunk["choices"][0] for chunk in chunks)
+    ending = {"finish_reason": "tool_calls", "stop_cause": "eos"}
+    assert finish["choices"] == [{"index": 0, "delta": {}, "logprobs": None, **ending}]
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == len(world.turns[0].completion_ids)
     assert all(chunk["usage"] is None for chunk in [*chunks, finish])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from m1serve.chat.byte_tokenizer import byte_tokenizer
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.engine.stopping import Stop, StopRules, ThinkBudget
 from m1serve.types import GenerateRequest, Limits, Sampling, StopCause
@@ -116,6 +117,32 @@ def test_a_block_whose_tags_are_several_tokens_is_closed_too(tok: ChatTokenizer)
         assert budget.forced == []
     budget.observe(11)
     assert budget.forced == tok.encode_control("</think>\n")
+
+
+@pytest.mark.parametrize(
+    ("thought", "rest"),
+    [
+        ("a <", "</think>\n"),
+        ("a b</", "think>\n"),
+        ("a b</thi", "nk>\n"),
+        ("a b</think", ">\n"),
+        ("a b</thin ", "</think>\n"),
+        ("</", "think>\n"),
+    ],
+)
+def test_of_an_end_tag_that_has_begun_only_the_rest_is_forced(thought: str, rest: str) -> None:
+    tok = byte_tokenizer(tags=())
+    ids = tok.encode_control(thought)
+    budget = ThinkBudget(len(ids), tokenizer=tok, prompt_ids=tuple(tok.encode_text("a<think>")))
+    for token_id in ids:
+        assert budget.forced == []
+        budget.observe(token_id)
+    assert tok.decode(budget.forced) == rest
+    while budget.forced:
+        budget.observe(budget.forced[0])
+    for token_id in tok.encode_control("So </th"):
+        budget.observe(token_id)
+        assert budget.forced == []
 
 
 def test_tags_of_several_tokens_end_the_block_in_time(tok: ChatTokenizer) -> None:

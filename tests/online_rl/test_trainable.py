@@ -58,7 +58,8 @@ def test_one_parameter_alone_decides(
 def test_only_a_completion_that_was_not_broken_off_is_trained(
     make_turn: MakeTurn, stop: StopCause
 ) -> None:
-    is_whole = stop not in (StopCause.ABORT, StopCause.ERROR)
+    # a repetition stop that does not say how long its run was: any token may be of it
+    is_whole = stop not in (StopCause.ABORT, StopCause.ERROR, StopCause.REPETITION)
     assert make_turn([1], [2, 3], stop=stop).trainable_tokens() == [is_whole] * 2
 
 
@@ -78,6 +79,30 @@ def test_flags_and_logprobs_decide_token_by_token(make_turn: MakeTurn) -> None:
         [1], range(2, 2 + len(table)), flags=[r[0] for r in table], logprobs=[r[1] for r in table]
     )
     assert turn.trainable_tokens() == [r[2] for r in table]
+
+
+@pytest.mark.parametrize(
+    ("num_run", "wanted"),
+    [
+        ("1", "t.t.tt.."),
+        ("2", "t.t.t..."),
+        ("3", "t.t....."),
+        ("4", "t.t....."),
+        ("5", "t......."),
+        ("6", "........"),
+        ("9", "........"),
+        ("0", "........"),
+        ("for ever", "........"),
+        (None, "........"),
+    ],
+)
+def test_the_run_of_a_repetition_stop_is_not_trained(
+    make_turn: MakeTurn, num_run: str | None, wanted: str
+) -> None:
+    """A masked token is of the run, a forced one only stands in it; what led there is trained."""
+    flags = [S, F, S, S | M, S, S, F, S]
+    turn = make_turn([1], range(2, 10), flags=flags, stop=StopCause.REPETITION, stop_detail=num_run)
+    assert "".join("t" if on else "." for on in turn.trainable_tokens()) == wanted
 
 
 sampling = st.builds(
