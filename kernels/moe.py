@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
 from m1serve.kernels.checks import check_devices
-from m1serve.kernels.residual import Picks, swiglu_weighted
+from m1serve.kernels.residual import Picks, is_fused, swiglu_weighted
 
+MAX_ROUTED = 256
+"""Tokens that a kernel of its own routes on CUDA: a decode step's."""
 _DENSE_ELEMENTS = 1 << 28
 """Every expert on every token, which never waits for the device, up to this many [X, N, 2F]."""
 
@@ -30,10 +32,18 @@ class Routes(NamedTuple):
 
 
 def route(x_NE: Tensor, gate_weight_XE: Tensor, num_chosen: int) -> Routes:
-    """Softmax over all experts, the top `num_chosen` renormalised; fp32 under autocast too."""
+    """Softmax over all experts, the top `num_chosen` renormalised; fp32 under autocast too.
+
+    For few tokens on CUDA without gradients a kernel does it, where of equally probable experts
+    the lower comes first; which one torch takes is not promised.
+    """
     num_experts = gate_weight_XE.shape[0]
     if not 1 <= num_chosen <= num_experts:
         raise ValueError(f"num_chosen is {num_chosen}, wanted 1 to {num_experts}, the experts")
+    if is_fused(x_NE) and x_NE.shape[0] <= MAX_ROUTED:
+        from m1serve.kernels.router_triton import choose
+
+        return Routes(*choose(x_NE, gate_weight_XE, num_chosen))
     with torch.autocast(x_NE.device.type, enabled=False):
         p_NX = torch.softmax(F.linear(x_NE.float(), gate_weight_XE.float()), -1)
     weight_NP, chosen_NP = p_NX.topk(num_chosen, -1)
@@ -93,7 +103,8 @@ def _picks(
         with torch.cuda.device_of(x_NE):  # type: ignore[no-untyped-call]
             y_ME = expert_picks(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
         return Picks(y_ME, None, chosen_NP.shape[1])
-    return grouped_picks(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP).picks
+    y_ME, place_M, *_ = grouped_picks(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
+    return Picks(y_ME, place_M, chosen_NP.shape[1])
 
 
 def _check(
@@ -143,7 +154,8 @@ def _has_grouped_mm(x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor) -> bool:
 
 
 class _GroupedPicks(NamedTuple):
-    picks: Picks
+    y_ME: Tensor
+    place_M: Tensor
     h_M2F: Tensor
     weight_M1: Tensor
     order_M: Tensor
@@ -169,7 +181,7 @@ def grouped_picks(
     y_ME = F.grouped_mm(z_MF, w2_XEF.transpose(1, 2), offs=ends_X)
     every_M = torch.arange(order_M.numel(), device=order_M.device)
     place_M = torch.empty_like(order_M).scatter_(0, order_M, every_M)
-    return _GroupedPicks(Picks(y_ME, place_M, P), h_M2F, weight_M1, order_M, ends_X)
+    return _GroupedPicks(y_ME, place_M, h_M2F, weight_M1, order_M, ends_X)
 
 
 class Grouped(torch.autograd.Function):
@@ -187,11 +199,11 @@ class Grouped(torch.autograd.Function):
         weight_NP: Tensor,
         chosen_NP: Tensor,
     ) -> Tensor:
-        (y_ME, place_M, P), h_M2F, weight_M1, order_M, ends_X = grouped_picks(
+        y_ME, place_M, h_M2F, weight_M1, order_M, ends_X = grouped_picks(
             x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP
         )
         ctx.save_for_backward(x_NE, w13_X2FE, w2_XEF, h_M2F, weight_M1, order_M, place_M, ends_X)
-        return Picks(y_ME, place_M, P).total()
+        return Picks(y_ME, place_M, chosen_NP.shape[1]).total()
 
     @staticmethod
     @once_differentiable

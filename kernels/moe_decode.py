@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from m1serve.kernels.after_triton import after, pdl
+from m1serve.kernels.linear_triton import product
 
 MAX_PICKS = 512
 ROWS, DEPTH = 64, 128
@@ -151,37 +152,6 @@ def down_kernel(
         y_ptr_RB = y_ME + pick_B[None, :].to(tl.int64) * num_hidden + i_R[:, None]
         y_RB = y_RB.to(y_ME.dtype.element_ty)
         tl.store(y_ptr_RB, y_RB, mask=real_B[None, :] & (i_R < num_hidden)[:, None])
-
-
-@triton.jit
-def product(
-    w_ptr_R,
-    x_ptr_B,
-    real_B,
-    num_summed,
-    ROWS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    DEPTH: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """The fp32 sums w x, [R, B], of rows that start at the pointers; B's that are not real are 0.
-
-    The weights come first in the product: their rows fill a tensor core's tile, tokens cannot.
-    """
-    i_K = tl.arange(0, DEPTH)
-    sum_RB = tl.zeros([ROWS, BLOCK_B], dtype=tl.float32)
-    for start in range(0, num_summed, DEPTH):
-        k_K = start + i_K
-        if EVEN:
-            w_RK = tl.load(w_ptr_R[:, None] + k_K[None, :])
-            x_BK = tl.load(x_ptr_B[:, None] + k_K[None, :], mask=real_B[:, None], other=0.0)
-        else:
-            in_K = k_K < num_summed
-            w_RK = tl.load(w_ptr_R[:, None] + k_K[None, :], mask=in_K[None, :], other=0.0)
-            real_BK = real_B[:, None] & in_K[None, :]
-            x_BK = tl.load(x_ptr_B[:, None] + k_K[None, :], mask=real_BK, other=0.0)
-        sum_RB = tl.dot(w_RK, tl.trans(x_BK), sum_RB, input_precision="ieee")
-    return sum_RB
 
 
 @triton.jit

@@ -122,20 +122,26 @@ def _check(x: Tensor | Sum, weight_E: Tensor) -> Tensor:
             "[..., hidden] and [hidden]"
         )
     named = {"weight": weight_E}
-    if isinstance(x, Sum) and isinstance(x.branch, Picks):
-        y_ME, place_M, num_chosen = x.branch
-        num_picks = first.numel() // max(first.shape[-1], 1) * num_chosen
-        if list(y_ME.shape) != [num_picks, first.shape[-1]]:
-            raise ValueError(
-                f"picks have shape {list(y_ME.shape)}, wanted {[num_picks, first.shape[-1]]}: "
-                f"{num_chosen} a token of x {list(first.shape)}"
-            )
-        named |= {"picks": y_ME} | ({} if place_M is None else {"place": place_M})
-    elif isinstance(x, Sum):
-        if x.branch.shape != first.shape:
-            raise ValueError(
-                f"branch has shape {list(x.branch.shape)}, wanted {list(first.shape)} as residual"
-            )
-        named["branch"] = x.branch
+    if isinstance(x, Sum):
+        named |= _check_branch(first, x.branch)
     check_devices(first.device, **named)
     return first
+
+
+def _check_branch(residual: Tensor, branch: Tensor | Picks) -> dict[str, Tensor]:
+    """Its tensors by name."""
+    if not isinstance(branch, Picks):
+        if branch.shape != residual.shape:
+            raise ValueError(
+                f"branch has shape {list(branch.shape)}, wanted {list(residual.shape)} as residual"
+            )
+        return {"branch": branch}
+    y_ME, place_M, num_chosen = branch
+    E = residual.shape[-1]
+    num_picks = residual.numel() // max(E, 1) * num_chosen
+    if list(y_ME.shape) != [num_picks, E]:
+        raise ValueError(
+            f"picks have shape {list(y_ME.shape)}, wanted {[num_picks, E]}: {num_chosen} a token "
+            f"of x {list(residual.shape)}"
+        )
+    return {"picks": y_ME} if place_M is None else {"picks": y_ME, "place": place_M}

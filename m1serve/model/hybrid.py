@@ -9,9 +9,9 @@ import math
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from m1serve.kernels.linear import fp32_logits
 from m1serve.kernels.logprobs import LinearLogprobs, linear_logprobs
 from m1serve.model.block import Block
 from m1serve.model.config import M1Config
@@ -73,7 +73,7 @@ class M1ForCausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [..., V]: operands as stored, products and sums in fp32."""
-        return F.linear(hidden.float(), self.lm_head.weight.float())
+        return fp32_logits(hidden, self.lm_head.weight)
 
     def token_logprobs(self, hidden_NE: Tensor, token_N: Tensor) -> LinearLogprobs:
         """fp32 log p of each token, [N], after what its hidden state has seen, and the entropy.

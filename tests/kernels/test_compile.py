@@ -214,7 +214,7 @@ def experts_case(kernel: str, num_tokens: int, is_even: bool, by_pick: bool) -> 
 
 
 def residual_case(kernel: str, dtype: str, terms: int, inner: int, block_i: int) -> Case:
-    """As `residual_triton` launches them; picks lie at places, and sums are kept, where terms > 1."""
+    """As `residual_triton` launches them: several terms lie at places, and their sum is kept."""
     rows = ("residual_NE", "y_ME", "weight_E", "sum_NE", "normed_NE", "out_NE", "h_M2F", "z_MF")
     return Case(
         name=f"residual-{kernel}-{dtype}-{terms}-{inner}",
@@ -234,6 +234,50 @@ def residual_case(kernel: str, dtype: str, terms: int, inner: int, block_i: int)
             "BLOCK_I": block_i,
             "ROWS": 4,
             "COLUMNS": 1024,
+            "WAIT": True,
+        },
+    )
+
+
+def router_case(kernel: str, dtype: str, tokens: int) -> Case:
+    return Case(
+        name=f"router-{kernel}-{dtype}-{tokens}",
+        module="m1serve.kernels.router_triton",
+        kernel=kernel,
+        num_warps=16 if kernel == "logits_kernel" else 1,
+        arguments={
+            "x_NE": f"*{dtype}/16",
+            **dict.fromkeys(("gate_XE", "logits_NX", "weight_NP", "p_NX"), "*fp32/16"),
+            "chosen_NP": "*i64/16",
+            **dict.fromkeys(("num_hidden", "num_experts"), "i32/16"),
+            "num_tokens": "i32",
+            "R": tokens,
+            "DEPTH": 8192,
+            "P": 2,
+            "BLOCK_P": 2,
+            "BLOCK_X": 32,
+            "WAIT": True,
+        },
+    )
+
+
+def linear_case(num_tokens: int, num_rows: int, num_stages: int, out_dtype: str = "bf16") -> Case:
+    """As `linear_triton.multiply` launches them; widths and stages are its `tiling`."""
+    rows, depth = (64, 128) if num_rows > 16384 else (32, 256) if num_rows > 4096 else (16, 256)
+    return Case(
+        name=f"linear-{out_dtype}-{num_tokens}-{num_rows}",
+        module="m1serve.kernels.linear_triton",
+        kernel="linear_kernel",
+        num_stages=num_stages,
+        arguments={
+            **dict.fromkeys(("x_NE", "w_OE"), "*bf16/16"),
+            "out_NO": f"*{out_dtype}/16",
+            "num_tokens": "i32",
+            **dict.fromkeys(("num_in", "num_out"), "i32/16"),
+            "EVEN": num_rows != 1024,
+            "BLOCK_B": num_tokens,
+            "ROWS": rows,
+            "DEPTH": depth,
             "WAIT": True,
         },
     )
@@ -277,6 +321,16 @@ CASES = [
     experts_case("down_kernel", 1, True, True),
     experts_case("down_kernel", 1, False, True),
     experts_case("down_kernel", 256, True, False),
+    linear_case(16, 24576, 5),
+    linear_case(64, 200064, 3, "fp32"),
+    linear_case(16, 6144, 5),
+    linear_case(64, 6144, 3),
+    linear_case(16, 1024, 7),
+    linear_case(64, 1024, 3),
+    router_case("logits_kernel", "bf16", 1),
+    router_case("logits_kernel", "bf16", 2),
+    router_case("logits_kernel", "fp32", 2),
+    router_case("choice_kernel", "bf16", 1),
     residual_case("norm_kernel", "bf16", 0, 6144, 8192),
     residual_case("norm_kernel", "bf16", 1, 6144, 8192),
     residual_case("norm_kernel", "bf16", 2, 6144, 8192),
