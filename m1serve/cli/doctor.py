@@ -7,8 +7,8 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -17,6 +17,7 @@ import typer
 
 from m1serve.cli import options, readiness
 from m1serve.cli.console import wide_console
+from m1serve.cli.finding import Finding, Unfit
 from m1serve.cli.ports import is_free
 from m1serve.errors import M1ServeError
 
@@ -29,13 +30,6 @@ BROKER_TIMEOUT_S = 3.0
 PACKAGES = ("torch", "ray", "celery", "sqlalchemy", "fastapi", "openai", "tokenizers")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    subject: str
-    is_good: bool
-    text: str
-
-
 def doctor(
     config: options.ConfigFile = None,
     home: options.Home = None,
@@ -43,41 +37,50 @@ def doctor(
     model: options.Model = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Checks packages, disk, model, database, weights, broker, ports. Exit code 1: one is wrong."""
+    """Checks the machine, the model, the home, the ports. Exit code 1: one is wrong.
+
+    --model alone: that directory (files, tensors, tokenizer, template) and what fits in memory,
+    without loading it. With --home or --config beside it: all.
+    """
     settings = options.read_settings(config=config, home=home, overrides=overrides, model=model)
+    is_model_only = model is not None and home is None and config is None
     console = wide_console()
     findings: list[Finding] = []
-    for finding in examine(settings):
+    for finding in examine(settings, with_product=not is_model_only):
         findings.append(finding)
         if not as_json:
-            mark = "[green]ok   [/green]" if finding.is_good else "[red]wrong[/red]"
-            console.print(f"{mark} {finding.subject}: {finding.text}", highlight=False)
+            console.print(finding.line, highlight=False)
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings]))
     raise typer.Exit(0 if all(finding.is_good for finding in findings) else 1)
 
 
-def examine(settings: Settings) -> Iterator[Finding]:
+def examine(settings: Settings, *, with_product: bool) -> Iterator[Finding]:
     """One finding a subject; a failed check never hides the next."""
-    checks: dict[str, Callable[[Settings], str]] = {
-        "python": _python,
-        "packages": _packages,
-        "home": _home,
-        "model": _model,
-        "database": _database,
-        "weights": _weights,
-        "broker": _broker,
-        "server": _server,
-    }
+    from m1serve.cli.doctor_model import examine_model
+    from m1serve.model.devices import found_devices
+
+    yield from _examined({"python": _python, "packages": _packages}, settings)
+    yield from examine_model(settings.model_dir, found_devices())
+    if with_product:
+        product = {
+            "home": _home,
+            "database": _database,
+            "weights": _weights,
+            "broker": _broker,
+            "server": _server,
+        }
+        yield from _examined(product, settings)
+
+
+def _examined(
+    checks: Mapping[str, Callable[[Settings], str]], settings: Settings
+) -> Iterator[Finding]:
     for subject, check in checks.items():
         try:
             yield Finding(subject=subject, is_good=True, text=check(settings))
         except (M1ServeError, OSError, PackageNotFoundError) as error:
             yield Finding(subject=subject, is_good=False, text=str(error))
-
-
-class Unfit(M1ServeError):
-    """What a check found wrong, and what to do."""
 
 
 def _python(_: Settings) -> str:
@@ -98,21 +101,6 @@ def _home(settings: Settings) -> str:
     if free_bytes < MIN_FREE_BYTES:
         raise Unfit(f"{free_bytes / 2**30:.1f} GiB free at {existing}, 2 wanted; free some")
     return f"{settings.home}, {free_bytes / 2**30:.0f} GiB free"
-
-
-def _model(settings: Settings) -> str:
-    from m1serve.chat.tokenizer import ChatTokenizer
-    from m1serve.model.directory import read_config, weight_files
-    from m1serve.model.tensor_file import stored_tensors
-
-    config = read_config(settings.model_dir)
-    tokenizer = ChatTokenizer.load(settings.model_dir)
-    for file in weight_files(settings.model_dir):
-        stored_tensors(file)
-    return (
-        f"{settings.model_dir}, {config.num_hidden_layers} layers of width {config.hidden_size}, "
-        f"{tokenizer.vocab_size} tokens"
-    )
 
 
 def _database(settings: Settings) -> str:

@@ -169,7 +169,7 @@ def test_doctor_names_a_truncated_weights_file(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:100_000])
     done = m1serve("doctor", "--json", "--home", "h", "--model", "model", cwd=tmp_path)
     findings = {f["subject"]: f for f in json.loads(done.stdout)}
-    assert "truncated: 100000 of" in findings["model"]["text"]
+    assert "truncated: 100000 of" in findings["model files"]["text"]
 
 
 def test_an_unknown_trajectory_state_is_refused_with_those_there_are(tmp_path: Path) -> None:
