@@ -17,7 +17,9 @@ from m1serve.kernels.benchmark.cases import (
     varlen_name,
 )
 from m1serve.kernels.benchmark.layer_cases import FOUR_GEMMS, LOGPROBS_NAME
+from m1serve.kernels.benchmark.pass_cases import slice_ms
 from m1serve.kernels.benchmark.report import JsonRow, Report
+from m1serve.kernels.benchmark.step_cases import experts_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,12 @@ def bars(report: Report) -> list[Bar]:
     share = report.share_of("forward_backward", name)
     found.append(Bar(name="share, forward_backward " + name, value=share, sense=">=", wanted=0.5))
     found += _logprob_bars(report)
+    for num_tokens in (32, 128):
+        name = experts_name(num_tokens)
+        share = report.share_of("moe_decode", name)
+        found.append(Bar(name="share, moe_decode " + name, value=share, sense=">=", wanted=0.9))
+    name = "ms, passes of 8 layers at 64K tokens"
+    found.append(Bar(name=name, value=slice_ms(report), sense="<=", wanted=60))
     failed = float(len(report.failed_checks)) if report.checks else None
     found.append(Bar(name="failed checks", value=failed, sense="<=", wanted=0))
     return found

@@ -42,14 +42,14 @@ def unfused_norm(x_TI: Tensor, gate_TI: Tensor, weight_I: Tensor) -> Tensor:
 def norm_cases() -> Iterator[Case]:
     """Forward reads x and gate and writes y; backward reads x, gate, dy and writes dx, dgate."""
     for name, norm in ((OURS, gated_rms_norm), (UNFUSED, unfused_norm)):
-        yield _case("gated_rms_norm", NORM_NAME, name, partial(_norm, norm, backward=False))
-        yield _case(
+        yield case_of("gated_rms_norm", NORM_NAME, name, partial(_norm, norm, backward=False))
+        yield case_of(
             "gated_rms_norm", f"{NORM_NAME} + backward", name, partial(_norm, norm, backward=True)
         )
 
 
 def _norm(norm: Norm, *, backward: bool) -> Row:
-    x, gate, dy = _normal(3, NORM_TOKENS, CHANNELS)
+    x, gate, dy = normal(3, NORM_TOKENS, CHANNELS)
     weight = torch.rand(CHANNELS, device="cuda", dtype=torch.bfloat16) + 0.5
     leaves = [t.detach().requires_grad_(backward) for t in (x, gate, weight)]
 
@@ -58,22 +58,22 @@ def _norm(norm: Norm, *, backward: bool) -> Row:
         return torch.autograd.grad(y, leaves, dy) if backward else y
 
     units = 8 if backward else 3
-    return _row(ms=cold_ms(call), num_bytes=units * x.numel() * 2)
+    return row_of(ms=cold_ms(call), num_bytes=units * x.numel() * 2)
 
 
 def expert_cases() -> Iterator[Case]:
     for name, experts in ((OURS, grouped_experts), (LOOP, looped)):
-        yield _case("moe", EXPERTS_NAME, name, partial(_experts, experts, backward=False))
-        yield _case(
+        yield case_of("moe", EXPERTS_NAME, name, partial(_experts, experts, backward=False))
+        yield case_of(
             "moe", f"{EXPERTS_NAME} + backward", name, partial(_experts, experts, backward=True)
         )
 
 
 def _experts(experts: Experts, *, backward: bool) -> Row:
     """Three products forwards, twice as many operations backwards; each weight is read once."""
-    x = _normal(EXPERT_TOKENS, HIDDEN)
-    w13 = _normal(NUM_EXPERTS, 2 * INNER, HIDDEN).mul_(HIDDEN**-0.5)
-    w2 = _normal(NUM_EXPERTS, HIDDEN, INNER).mul_(INNER**-0.5)
+    x = normal(EXPERT_TOKENS, HIDDEN)
+    w13 = normal(NUM_EXPERTS, 2 * INNER, HIDDEN).mul_(HIDDEN**-0.5)
+    w2 = normal(NUM_EXPERTS, HIDDEN, INNER).mul_(INNER**-0.5)
     chosen = torch.rand(EXPERT_TOKENS, NUM_EXPERTS, device="cuda").topk(NUM_CHOSEN).indices
     weight = torch.rand(EXPERT_TOKENS, NUM_CHOSEN, device="cuda")
     leaves = [t.requires_grad_(backward) for t in (x, w13, w2, weight)]
@@ -87,18 +87,18 @@ def _experts(experts: Experts, *, backward: bool) -> Row:
     num_flops = passes * 6 * EXPERT_TOKENS * NUM_CHOSEN * HIDDEN * INNER
     num_bytes = passes * 2 * (w13.numel() + w2.numel())
     ms = cold_ms(call)
-    return _row(ms=ms, num_bytes=num_bytes, num_flops=num_flops)
+    return row_of(ms=ms, num_bytes=num_bytes, num_flops=num_flops)
 
 
 def logprob_cases() -> Iterator[Case]:
     """Forward and backward, and the four products that no implementation can do without."""
-    yield _case("linear_logprobs", LOGPROBS_NAME, FOUR_GEMMS, _four_gemms)
-    yield _case("linear_logprobs", LOGPROBS_NAME, OURS, _logprobs)
+    yield case_of("linear_logprobs", LOGPROBS_NAME, FOUR_GEMMS, _four_gemms)
+    yield case_of("linear_logprobs", LOGPROBS_NAME, OURS, _logprobs)
 
 
 def _logprob_inputs() -> tuple[Tensor, Tensor]:
-    hidden = _normal(LOGPROB_TOKENS, HIDDEN)
-    weight = _normal(VOCAB, HIDDEN).mul_(HIDDEN**-0.5)
+    hidden = normal(LOGPROB_TOKENS, HIDDEN)
+    weight = normal(VOCAB, HIDDEN).mul_(HIDDEN**-0.5)
     return hidden, weight
 
 
@@ -125,7 +125,7 @@ def _logprobs() -> Row:
     kept = sum(t.numel() * t.element_size() for t in results)
     beyond = torch.cuda.max_memory_allocated() - before - kept
     del results
-    return _row(
+    return row_of(
         ms=cold_ms(call, spend_ms=600),
         num_flops=_logprob_flops(),
         extra={"peak_gib_beyond": beyond / 2**30},
@@ -134,7 +134,7 @@ def _logprobs() -> Row:
 
 def _four_gemms() -> Row:
     hidden, weight = _logprob_inputs()
-    logits = _normal(LOGPROB_TOKENS, VOCAB)
+    logits = normal(LOGPROB_TOKENS, VOCAB)
     out = torch.empty_like(logits)
     d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
@@ -145,14 +145,14 @@ def _four_gemms() -> Row:
         torch.mm(logits.T, hidden, out=d_weight)
 
     ms = cold_ms(call, spend_ms=600)
-    return _row(ms=ms, num_flops=_logprob_flops())
+    return row_of(ms=ms, num_flops=_logprob_flops())
 
 
-def _normal(*shape: int) -> Tensor:
+def normal(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def _row(
+def row_of(
     *,
     ms: float,
     num_bytes: float = 0.0,
@@ -165,7 +165,7 @@ def _row(
     )
 
 
-def _case(op: str, case: str, impl: str, run: Callable[[], Row]) -> Case:
+def case_of(op: str, case: str, impl: str, run: Callable[[], Row]) -> Case:
     def named() -> Row:
         return replace(run(), op=op, case=case, impl=impl)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from m1serve.kernels.benchmark import cases, layer_cases
+from m1serve.kernels.benchmark import cases, layer_cases, pass_cases, step_cases
 from m1serve.kernels.benchmark.bars import bars
 from m1serve.kernels.benchmark.cases import Case, K
 from m1serve.kernels.benchmark.checks import (
@@ -37,6 +37,8 @@ from m1serve.kernels.benchmark.ours import M1serve
 from m1serve.kernels.benchmark.peers import PEERS, Peer, compile_in_parallel
 from m1serve.kernels.benchmark.pool_checks import pool_checks
 from m1serve.kernels.benchmark.report import Check, Report, Row, read_report
+from m1serve.kernels.benchmark.step_cases import GROUPED, TORCH
+from m1serve.kernels.benchmark.step_checks import step_checks
 from m1serve.kernels.benchmark.timing import measure_ceilings
 
 PARTS = (
@@ -48,12 +50,14 @@ PARTS = (
     "norm",
     "moe",
     "linear_logprobs",
+    "step",
+    "passes",
     "checks",
 )
 QUICK_LENGTHS = (4 * K, 64 * K, 256 * K)
 QUICK_BATCHES = (1, 32, 64)
 QUICK_CHECKS = Setting(lengths=(1, 65, 4097), num_steps=2000)
-BASELINES = (UNFUSED, LOOP)
+BASELINES = (UNFUSED, LOOP, GROUPED, TORCH)
 # the exit status that asks for another process
 AGAIN = 75
 UNFINISHED = "did not finish: its process ended"
@@ -128,6 +132,8 @@ def our_cases(plan: Plan) -> Iterator[Case | CheckCase]:
         "norm": layer_cases.norm_cases(),
         "moe": layer_cases.expert_cases(),
         "linear_logprobs": layer_cases.logprob_cases(),
+        "step": step_cases.step_cases(),
+        "passes": pass_cases.pass_cases(),
     }
     for part in plan.only:
         for case in timed.get(part, ()):
@@ -148,6 +154,7 @@ def all_checks(setting: Setting) -> Iterator[CheckCase]:
         decode_checks,
         isolation_checks,
         layer_checks,
+        step_checks,
         far_checks,
     ):
         yield from checks(setting)

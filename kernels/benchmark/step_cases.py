@@ -1,0 +1,124 @@
+"""The timed cases of a decode step beside attention: experts, router, projections, logits.
+
+All in CUDA graphs on weights that L2 does not hold; a floor is the bytes of the weights that a step
+must read. Shapes: N tokens, E hidden, F inner, X experts, P chosen experts, O out, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from m1serve.kernels.benchmark.cases import ROTATION_BYTES, Case
+from m1serve.kernels.benchmark.layer_cases import (
+    HIDDEN,
+    INNER,
+    NUM_CHOSEN,
+    NUM_EXPERTS,
+    case_of,
+    normal,
+    row_of,
+)
+from m1serve.kernels.benchmark.report import OURS, Row
+from m1serve.kernels.benchmark.timing import graph_ms
+from m1serve.kernels.linear import fp32_logits, linear
+from m1serve.kernels.moe import experts, grouped_picks, route
+from m1serve.kernels.residual import Picks
+
+BATCHES = (1, 8, 32, 128)
+PROJECTIONS = {"qkv": (24576, 6144), "gate": (8192, 6144), "out": (6144, 8192), "k": (1024, 6144)}
+VOCABS = (32768, 200064)
+GROUPED, TORCH = "torch, grouped", "torch"
+NUM_DRAWS = 8
+"""Choices of experts, or of tokens, that one graph runs through."""
+EXPERT_BYTES = 3 * HIDDEN * INNER * 2
+
+Product = Callable[[Tensor, Tensor], Tensor]
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]
+
+
+def step_cases() -> Iterator[Case]:
+    yield from _expert_cases()
+    for num_tokens in (1, 32):
+        for name, shape in PROJECTIONS.items():
+            for impl, product in ((OURS, linear), (TORCH, F.linear)):
+                run = partial(_product, product, num_tokens, shape)
+                yield case_of("linear", f"{name} N={num_tokens}", impl, run)
+        for vocab in VOCABS:
+            for impl, product in ((OURS, fp32_logits), (TORCH, _logits_of_torch)):
+                run = partial(_product, product, num_tokens, (vocab, HIDDEN))
+                yield case_of("fp32_logits", head_name(num_tokens, vocab), impl, run)
+        for impl, is_fused in ((OURS, True), (TORCH, False)):
+            run = partial(_router, num_tokens, is_fused=is_fused)
+            yield case_of("route", f"N={num_tokens} X={NUM_EXPERTS}", impl, run)
+
+
+def experts_name(num_tokens: int) -> str:
+    return f"N={num_tokens} of {NUM_EXPERTS} experts top {NUM_CHOSEN}"
+
+
+def head_name(num_tokens: int, vocab: int) -> str:
+    return f"N={num_tokens} V={vocab}"
+
+
+def _expert_cases() -> Iterator[Case]:
+    for num_tokens in BATCHES:
+        for impl, run in ((OURS, experts), (GROUPED, _grouped)):
+            yield case_of(
+                "moe_decode", experts_name(num_tokens), impl, partial(_experts, run, num_tokens)
+            )
+
+
+def _grouped(
+    x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, weight_NP: Tensor, chosen_NP: Tensor
+) -> Picks:
+    y_ME, place_M, *_ = grouped_picks(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
+    return Picks(y_ME, place_M, chosen_NP.shape[1])
+
+
+@torch.no_grad()
+def _experts(run: Experts, num_tokens: int) -> Row:
+    """Each draw has tokens and choices of its own; the floor is the experts that it touches."""
+    w13 = normal(NUM_EXPERTS, 2 * INNER, HIDDEN).mul_(HIDDEN**-0.5)
+    w2 = normal(NUM_EXPERTS, HIDDEN, INNER).mul_(INNER**-0.5)
+    calls, num_touched = [], 0
+    for _ in range(NUM_DRAWS):
+        chosen = torch.rand(num_tokens, NUM_EXPERTS, device="cuda").topk(NUM_CHOSEN).indices
+        weight = torch.rand(num_tokens, NUM_CHOSEN, device="cuda")
+        num_touched += len(chosen.unique())
+        calls.append(partial(run, normal(num_tokens, HIDDEN), w13, w2, weight, chosen))
+    touched = num_touched / NUM_DRAWS
+    return row_of(
+        ms=graph_ms(calls), num_bytes=touched * EXPERT_BYTES, extra={"experts_touched": touched}
+    )
+
+
+@torch.no_grad()
+def _product(product: Product, num_tokens: int, shape: tuple[int, int]) -> Row:
+    num_bytes = shape[0] * shape[1] * 2
+    num_sets = max(2, -(-ROTATION_BYTES // num_bytes))
+    calls = []
+    for _ in range(num_sets):
+        weight = normal(*shape).mul_(shape[1] ** -0.5)
+        calls.append(partial(product, normal(num_tokens, shape[1]), weight))
+    return row_of(ms=graph_ms(calls), num_bytes=num_bytes)
+
+
+def _logits_of_torch(hidden_NE: Tensor, weight_VE: Tensor) -> Tensor:
+    return torch.mm(hidden_NE, weight_VE.t(), out_dtype=torch.float32)
+
+
+def _router(num_tokens: int, *, is_fused: bool) -> Row:
+    """Gradients wanted: torch's operations; not wanted: the kernels. Both without a backward."""
+    shape = (NUM_EXPERTS, HIDDEN)
+    num_bytes = shape[0] * shape[1] * 4
+    calls = []
+    for _ in range(-(-ROTATION_BYTES // num_bytes)):
+        gate = torch.randn(shape, device="cuda")
+        calls.append(partial(route, normal(num_tokens, HIDDEN), gate, NUM_CHOSEN))
+    with torch.set_grad_enabled(not is_fused):
+        return row_of(ms=graph_ms(calls), num_bytes=num_bytes)
