@@ -34,6 +34,9 @@ _UNREADABLE = f"not checked: {CONFIG_FILE} cannot be read"
 
 def examine_model(path: Path, devices: Sequence[Device]) -> Iterator[Finding]:
     """One finding a subject; files are read as far as their headers."""
+    if not path.is_dir():
+        yield _wrong("model", f"{path} is no directory; --model wants one with {CONFIG_FILE}")
+        return
     config: M1Config | None = None
     try:
         raw = read_json_object(path / CONFIG_FILE)
@@ -220,7 +223,7 @@ def _if_shared(together: Fit, num_devices: int) -> str:
 
 
 def _wanted(counted: Footprint, best: Device) -> str:
-    context = CONTEXTS[0]
+    context = CONTEXTS[1]
     wanted = counted.weight_bytes + counted.sequence_bytes(context)
     if not best.is_cuda:
         return f"{_size(wanted / (1 - RESERVED))} free would do for one context of {context:,}"

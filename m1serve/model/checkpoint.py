@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from m1serve.errors import WeightsError
 from m1serve.model.config import M1Config
+from m1serve.model.devices import device_of
 from m1serve.model.directory import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_config
+from m1serve.model.footprint import footprint
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.model.inventory import (
     ROUTER,
@@ -75,11 +77,12 @@ def load_model(
 ) -> M1ForCausalLM:
     """Loads a model directory: peak host memory is the model (if it is there) and one buffer.
 
-    WeightsError names missing files, missing, unexpected and misshapen tensors before a weight is
-    read, and NaN or infinite weights as they come.
+    WeightsError names missing files, missing, unexpected and misshapen tensors, and memory that
+    does not suffice, before a weight is read; NaN and infinite weights as they come.
     """
     config = read_config(path)
     inventory = _checked_inventory(path, config)
+    require_memory(config, device=device, dtype=dtype)
     model = empty_model(config, device=device, dtype=dtype)
     views = disk_views(model)
     stream = TensorStream(device=device)
@@ -132,6 +135,20 @@ def _shards(views: dict[str, Tensor], dtype: torch.dtype, max_bytes: int) -> lis
         shards[-1].append(name)
         filled += num_bytes
     return shards
+
+
+def require_memory(
+    config: M1Config, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> None:
+    """WeightsError when the weights alone exceed what is free, before the system kills us."""
+    found = device_of(device)
+    size = dtype.itemsize
+    num_bytes = footprint(config, weight_itemsize=size, kv_itemsize=size).weight_bytes
+    if found is not None and num_bytes > found.free_bytes:
+        raise WeightsError(
+            f"the weights take {num_bytes / 2**30:,.1f} GiB in {dtype}, {found.name} has "
+            f"{found.free_bytes / 2**30:,.1f} free; `m1serve doctor --model` says what would do"
+        )
 
 
 def _checked_inventory(path: Path, config: M1Config) -> Inventory:

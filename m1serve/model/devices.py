@@ -32,12 +32,22 @@ def found_devices() -> tuple[Device, ...]:
     return tuple(_cuda(i) for i in range(torch.cuda.device_count())) or (_cpu(),)
 
 
+def device_of(device: torch.device | str) -> Device | None:
+    """The one that torch calls so; None for devices without a memory of their own (meta)."""
+    asked = torch.device(device)
+    if asked.type == "cuda":
+        return _cuda(torch.cuda.current_device() if asked.index is None else asked.index)
+    return _cpu() if asked.type == "cpu" else None
+
+
 def _cuda(index: int) -> Device:
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    # what torch holds for this process and does not use is as good as free to it
+    idle_bytes = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
     return Device(
         name=f"cuda:{index}",
         model=torch.cuda.get_device_name(index),
-        free_bytes=free_bytes,
+        free_bytes=free_bytes + idle_bytes,
         total_bytes=total_bytes,
     )
 

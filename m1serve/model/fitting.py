@@ -12,7 +12,7 @@ from m1serve.model.footprint import Footprint
 
 RESERVED = 0.08
 """Of the free memory, kept for all that is neither weights, states nor cached tokens."""
-CONTEXTS = (8_192, 65_536, 262_144, 1_048_576)
+CONTEXTS = (2_048, 8_192, 65_536, 262_144, 1_048_576)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

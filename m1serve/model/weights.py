@@ -20,7 +20,7 @@ from torch import Tensor
 from m1serve.chat.template import template_digest
 from m1serve.chat.tokenizer import BOD, BOS, ChatTokenizer
 from m1serve.errors import WeightsError
-from m1serve.model.checkpoint import load_model, save_model
+from m1serve.model.checkpoint import load_model, require_memory, save_model
 from m1serve.model.directory import CONFIG_FILE, INDEX_FILE, read_config, weight_files
 from m1serve.model.golden import golden_gap, record_golden, sample_sequences
 from m1serve.model.hybrid import M1ForCausalLM
@@ -140,8 +140,8 @@ def import_model_dir(root: Path, *, model_id: str, model_dir: Path) -> Path:
     if target.exists():
         _check_same(target, files)
         return target
-    # reading it refuses a tokenizer that is not this model's
-    read_config(model_dir)
+    # its golden logprobs are computed here; reading the config refuses another model's tokenizer
+    require_memory(read_config(model_dir))
     for file in weight_files(model_dir):
         # a broken file is named where it lies, not by its copy
         stored_tensors(file)

@@ -18,9 +18,11 @@ from m1serve.cli.app import app
 from m1serve.cli.doctor_model import examine_model
 from m1serve.cli.finding import Finding
 from m1serve.config import Settings
+from m1serve.errors import WeightsError
 from m1serve.model.checkpoint import load_model, save_model, wanted_shapes
 from m1serve.model.devices import Device
 from m1serve.model.directory import read_config
+from m1serve.model.weights import import_model_dir
 
 NANO = Settings().model_dir
 GIB = 2**30
@@ -234,6 +236,26 @@ def test_on_a_gpu_weights_take_what_they_take_on_disk(nano: Path) -> None:
     counted = examined(nano, H200[:1])["memory"].details["footprint"]
     assert isinstance(counted, dict)
     assert counted["weight_bytes"] == 4 * counted["num_params"]
+
+
+def test_no_directory_is_one_finding(tmp_path: Path) -> None:
+    (finding,) = examine_model(tmp_path / "gone", (CPU,))
+    assert not finding.is_good
+    assert "gone is no directory" in finding.text
+
+
+def test_a_model_larger_than_memory_is_refused_before_a_byte_is_taken(
+    m1_shards: Path, tmp_path: Path
+) -> None:
+    shutil.copyfile(NANO / "tokenizer.json", m1_shards / "tokenizer.json")
+    try:
+        with pytest.raises(WeightsError, match=r"take 1,699\.1 GiB in torch\.float32, cpu has"):
+            load_model(m1_shards)
+        with pytest.raises(WeightsError, match=r"take 1,699\.1 GiB in torch\.float32, cpu has"):
+            import_model_dir(tmp_path / "weights", model_id="m1", model_dir=m1_shards)
+    finally:
+        (m1_shards / "tokenizer.json").unlink()
+    assert not (tmp_path / "weights").exists()
 
 
 def test_the_command_looks_at_the_directory_alone_and_says_so_in_json(nano: Path) -> None:
