@@ -143,7 +143,7 @@ def _architecture_problems(raw: Mapping[str, object]) -> list[str]:
     if model_type.lower() not in MODEL_TYPES:
         problems.append(f"model_type is {model_type!r}, wanted one of {list(MODEL_TYPES)}")
     architectures = raw.get("architectures")
-    if not isinstance(architectures, list) or not set(architectures) & set(ARCHITECTURES):
+    if not isinstance(architectures, list) or not any(a in ARCHITECTURES for a in architectures):
         problems.append(f"architectures is {architectures!r}, wanted one of {list(ARCHITECTURES)}")
     for name, accepted in _FIXED.items():
         if name in raw and raw[name] not in accepted:

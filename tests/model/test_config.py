@@ -41,6 +41,7 @@ def test_text_01_is_the_same_graph() -> None:
         ({"rope_theta": float("nan")}, "rope_theta is nan, not a usable number"),
         ({"attn_type_list": ["full"] * 8}, "not a list of 0 (lightning) and 1 (softmax)"),
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ({"architectures": [["MiniMaxM1ForCausalLM"]]}, "architectures is [['MiniMaxM1ForCausal"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
         ({"shared_intermediate_size": 512}, "shared_intermediate_size is 512"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu' is supported"),
