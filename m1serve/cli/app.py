@@ -11,6 +11,7 @@ from m1serve import __version__
 from m1serve.cli import (
     bench,
     chat,
+    cost,
     demo,
     doctor,
     keys,
@@ -63,6 +64,7 @@ app.add_typer(bench.app, name="bench")
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("cost")(cost.cost)
 
 
 def main() -> None:

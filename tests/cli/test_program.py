@@ -32,6 +32,7 @@ COMMANDS = (
     "chat",
     "demo",
     "doctor",
+    "cost",
 )
 
 
