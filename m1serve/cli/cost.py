@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,6 +79,7 @@ def cost(
     Nothing is measured and nothing is loaded but a config.json; the conventions are printed.
     """
     from m1serve.cli.cost_tables import print_report
+    from m1serve.cli.cost_verdict import verdict
     from m1serve.cost.report import Question, make_report
     from m1serve.cost.rl import RlRun
     from m1serve.cost.serving import Workload
@@ -109,9 +112,13 @@ def cost(
 
         write_plot(report, plot)
     if as_json:
-        print(json.dumps(report.to_json()))
+        print(json.dumps({"command": _command(), **report.to_json(), "verdict": verdict(report)}))
     else:
         print_report(report, wide_console())
+
+
+def _command() -> str:
+    return shlex.join(["m1serve", *sys.argv[1:]])
 
 
 def _model_name(model: str) -> str:

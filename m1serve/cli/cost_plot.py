@@ -54,7 +54,7 @@ def write_plot(report: Report, path: Path) -> None:
         ylim=(0, 7.5),
     )
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left")
+    axes.legend(loc="upper left", fontsize="small")
     try:
         figure.savefig(path, dpi=90)
     except (OSError, ValueError) as error:

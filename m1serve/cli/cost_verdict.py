@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from m1serve.cost.claim import Claim, Share
-from m1serve.cost.report import PaperRl
+from m1serve.cost.report import PaperRl, Report
 from m1serve.cost.rl import RlRun
+
+
+def verdict(report: Report) -> list[str]:
+    return [*claim_lines(report.claim), *rl_lines(report.paper_rl, report.question.run)]
 
 
 def claim_lines(claim: Claim) -> list[str]:

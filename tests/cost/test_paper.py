@@ -34,7 +34,7 @@ def test_the_points_lie_at_seventeen_lengths() -> None:
 def test_the_sums_go_through_every_point(name: str) -> None:
     curve = figure_curves()[name]
     for num_tokens, tflop in zip(FIGURE_TOKENS, FIGURE_TFLOP[name], strict=True):
-        assert curve.at(num_tokens) / 1e12 == pytest.approx(tflop, rel=3e-4)
+        assert curve.at(num_tokens) / 1e12 == pytest.approx(tflop, abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def test_m1_costs_more_than_r1_below_four_and_a_half_thousand_tokens() -> None:
     assert M1_SHAPE.equal_generation(expanded) == pytest.approx(9200, rel=2e-2)
     assert M1_SHAPE.equal_generation(absorbed) == pytest.approx(2600, rel=2e-2)
     assert M1_SHAPE.decode_flops(0) > expanded.decode_flops(0)
+    assert M1_SHAPE.equal_context(SHAPES[3]) == pytest.approx(18_738, abs=1)
 
 
 def test_what_never_becomes_cheaper_never_crosses() -> None:
