@@ -7,6 +7,8 @@ Shapes: N tokens (any leading dims), E in, O out, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,11 +25,16 @@ def linear(x: Tensor, weight_OE: Tensor) -> Tensor:
 
     Of few tokens on Hopper each stands alone: its bits do not depend on the others.
     """
-    if not _fits(x, weight_OE):
-        return F.linear(x, weight_OE)
+    return linears(x, [weight_OE])[0]
+
+
+def linears(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """`linear` of up to three weights [O, E], a result a weight; few tokens take one launch."""
+    if not all(_fits(x, weight_OE) for weight_OE in weights):
+        return [F.linear(x, weight_OE) for weight_OE in weights]
     from m1serve.kernels.linear_triton import multiply
 
-    return multiply(x, weight_OE, x.dtype)
+    return multiply(x, weights, x.dtype)
 
 
 def fp32_logits(hidden: Tensor, weight_VE: Tensor) -> Tensor:
@@ -46,7 +53,7 @@ def fp32_logits(hidden: Tensor, weight_VE: Tensor) -> Tensor:
     if _fits(hidden, weight_VE):
         from m1serve.kernels.linear_triton import multiply
 
-        return multiply(hidden, weight_VE, torch.float32)
+        return multiply(hidden, [weight_VE], torch.float32)[0]
     if is_fused(hidden) and hidden.dtype == weight_VE.dtype == torch.bfloat16:
         flat_NE = hidden.reshape(-1, hidden.shape[-1])
         logits_NV = torch.mm(flat_NE, weight_VE.t(), out_dtype=torch.float32)

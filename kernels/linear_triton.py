@@ -1,42 +1,63 @@
-"""Few tokens times a weight in Triton: a program owns some of the weight's rows, read once.
+"""Few tokens times weights in Triton: a program owns some of one weight's rows, read once.
 
-Inputs are taken as checked (`linear`). Shapes: N tokens, of which tile column B is one, E in,
-O out; R weight rows of a program, K of the dimension that is summed.
+A program asks for its rows' first columns before it waits for the tokens: the memory works while
+the kernels before, which are small, end. Inputs are taken as checked (`linear`).
+Shapes: N tokens, of which tile column B is one, E in, O out; R weight rows of a program, K of the
+dimension that is summed, L lines of 128 bytes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201  (a jit kernel's annotations are constexpr only)
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from m1serve.kernels.after_triton import after, pdl
+from m1serve.kernels.after_triton import bring_to_l2, pdl, release, wait
 
 SHARED_BYTES = 104 << 10
 """Of a program: two of them fit a multiprocessor."""
 MAX_STAGES = 7
+MAX_WEIGHTS = 3
+LINE: tl.constexpr = tl.constexpr(64)
+"""Values of bf16 in a line of L2."""
+AHEAD = 1024
+"""Lines that a program asks for before its wait: a third of L2 for as many as may run at once."""
 
 
-def multiply(x: Tensor, weight_OE: Tensor, dtype: torch.dtype) -> Tensor:
-    """x weightᵀ, [..., O] in `dtype`: fp32 sums, in an order that the weight's shape alone sets."""
-    O, E = weight_OE.shape  # noqa: E741
+def multiply(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """x weightᵀ of each of up to MAX_WEIGHTS, [..., O] in `dtype`, in one launch.
+
+    fp32 sums, in an order that the weights' shapes alone set.
+    """
+    E = weights[0].shape[1]
     x_NE = x.reshape(-1, E).contiguous()
     N = x_NE.shape[0]
-    out_NO = torch.empty(N, O, dtype=dtype, device=x.device)
-    options = tiling(N, O)
-    grid = (triton.cdiv(O, options["ROWS"]), triton.cdiv(N, options["BLOCK_B"]))
+    out = [torch.empty(N, len(w), dtype=dtype, device=x.device) for w in weights]
+    options = tiling(N, sum(len(w) for w in weights))
+    num_absent = MAX_WEIGHTS - len(weights)
+    num_tiles = [triton.cdiv(len(w), options["ROWS"]) for w in weights]
     with torch.cuda.device_of(x):
-        linear_kernel[grid](
-            *(x_NE, weight_OE, out_NO),
-            *(N, E, O),
+        linear_kernel[(sum(num_tiles), triton.cdiv(N, options["BLOCK_B"]))](
+            x_NE,
+            *weights,
+            *[None] * num_absent,
+            *out,
+            *[None] * num_absent,
+            *[len(w) for w in weights],
+            *[0] * num_absent,
+            *(N, E),
+            COUNT=len(weights),
+            AHEAD=AHEAD // options["ROWS"],
             EVEN=E % options["DEPTH"] == 0,
             **options,
             **pdl(x),
         )
-    return out_NO.view(*x.shape[:-1], O)
+    return [t.view(*x.shape[:-1], t.shape[1]) for t in out]
 
 
 def tiling(num_tokens: int, num_rows: int) -> dict[str, int | bool]:
@@ -60,25 +81,54 @@ def tiling(num_tokens: int, num_rows: int) -> dict[str, int | bool]:
 @triton.jit
 def linear_kernel(
     x_NE,
-    w_OE,
-    out_NO,
+    w0_OE,
+    w1_OE,
+    w2_OE,
+    out0_NO,
+    out1_NO,
+    out2_NO,
+    num_out0,
+    num_out1,
+    num_out2,
     num_tokens,
     num_in,
-    num_out,
+    COUNT: tl.constexpr,
+    AHEAD: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_B: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     WAIT: tl.constexpr,
 ):
-    after(WAIT)
-    i_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """The weights' tiles one after another; AHEAD lines of each row are asked for early."""
+    release(WAIT)
+    tile = tl.program_id(0)
+    w_OE, out_NO, num_out = w0_OE, out0_NO, num_out0
+    end = tl.cdiv(num_out0, ROWS)
+    if COUNT > 1:
+        is_next = tile >= end
+        tile -= tl.where(is_next, end, 0)
+        w_OE = tl.where(is_next, w1_OE, w_OE)
+        out_NO = tl.where(is_next, out1_NO, out_NO)
+        num_out = tl.where(is_next, num_out1, num_out)
+    if COUNT > 2:
+        end = tl.cdiv(num_out1, ROWS)
+        is_last = is_next & (tile >= end)
+        tile -= tl.where(is_last, end, 0)
+        w_OE = tl.where(is_last, w2_OE, w_OE)
+        out_NO = tl.where(is_last, out2_NO, out_NO)
+        num_out = tl.where(is_last, num_out2, num_out)
+    i_R = tile * ROWS + tl.arange(0, ROWS)
     n_B = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     real_B = n_B < num_tokens
     w_ptr_R = w_OE + tl.minimum(i_R, num_out - 1).to(tl.int64) * num_in
+    if WAIT:
+        at_L = tl.minimum(tl.arange(0, AHEAD) * LINE, num_in - 1)
+        bring_to_l2(w_ptr_R[:, None] + at_L[None, :])
+    wait(WAIT)
     out_RB = product(w_ptr_R, x_NE + n_B * num_in, real_B, num_in, ROWS, BLOCK_B, DEPTH, EVEN)
     out_ptr_RB = out_NO + n_B[None, :].to(tl.int64) * num_out + i_R[:, None]
-    out_RB = out_RB.to(out_NO.dtype.element_ty)
+    out_RB = out_RB.to(out0_NO.dtype.element_ty)
     tl.store(out_ptr_RB, out_RB, mask=real_B[None, :] & (i_R < num_out)[:, None])
 
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from m1serve.kernels.after_triton import after, pdl
-from m1serve.kernels.linear_triton import product
+from m1serve.kernels.after_triton import bring_to_l2, pdl, release, wait
+from m1serve.kernels.linear_triton import AHEAD, LINE, product
 
 MAX_PICKS = 512
 ROWS, DEPTH = 64, 128
@@ -54,6 +54,7 @@ def expert_picks(
     down_kernel[(triton.cdiv(E, ROWS), slots)](
         *(z_MF, w2_XEF, chosen_NP, y_ME),
         *(M, X, ff, E),
+        AHEAD=AHEAD // ROWS,
         EVEN=ff % DEPTH == 0,
         **shared,
     )
@@ -100,7 +101,9 @@ def up_kernel(
     WAIT: tl.constexpr,
 ):
     """z = weight * silu(w1 x) * w3 x; a program's first rows are of w1, the others of w3."""
-    after(WAIT)
+    wait(WAIT)
+    # not before: the next kernel reads the choice without a wait of its own
+    release(WAIT)
     expert, count = _slot(chosen_M, num_picks, num_experts, BY_PICK, BLOCK_M)
     HALF: tl.constexpr = ROWS // 2
     i_R = tl.arange(0, ROWS)
@@ -130,6 +133,7 @@ def down_kernel(
     num_experts,
     num_inner,
     num_hidden,
+    AHEAD: tl.constexpr,
     EVEN: tl.constexpr,
     BY_PICK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -140,11 +144,16 @@ def down_kernel(
     WAIT: tl.constexpr,
 ):
     """y = w2 z of each pick."""
-    after(WAIT)
     expert, count = _slot(chosen_M, num_picks, num_experts, BY_PICK, BLOCK_M)
     i_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_R = tl.minimum(i_R, num_hidden - 1)
     w_ptr_R = w2_XEF + expert * num_hidden * num_inner + row_R * num_inner
+    # the weights' first columns come while `up_kernel` ends
+    if WAIT and count > 0:
+        at_L = tl.minimum(tl.arange(0, AHEAD) * LINE, num_inner - 1)
+        bring_to_l2(w_ptr_R[:, None] + at_L[None, :])
+    release(WAIT)
+    wait(WAIT)
     for start in range(0, count, BLOCK_B):
         pick_B, real_B = _tile(chosen_M, num_picks, expert, start, count, BLOCK_B, CHUNK)
         z_ptr_B = z_MF + pick_B.to(tl.int64) * num_inner

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from m1serve.kernels.after_triton import pdl, release, wait
+
 # sums of dweight: fixed, so that no machine adds them in another order
 NUM_PARTIALS = 256
 
@@ -37,6 +39,7 @@ class GatedRMSNorm(torch.autograd.Function):
                 I,
                 eps,
                 **tiling(I, values_a_thread=32),
+                **pdl(x_TI),
             )
         return y_TI
 
@@ -71,8 +74,20 @@ def tiling(inner: int, *, values_a_thread: int) -> dict[str, int]:
 
 @triton.jit
 def _forward(
-    x_TI, gate_TI, weight_I, y_TI, r_T, x_row, gate_row, num_inner, eps, BLOCK_I: tl.constexpr
+    x_TI,
+    gate_TI,
+    weight_I,
+    y_TI,
+    r_T,
+    x_row,
+    gate_row,
+    num_inner,
+    eps,
+    BLOCK_I: tl.constexpr,
+    WAIT: tl.constexpr,
 ):
+    release(WAIT)
+    wait(WAIT)
     t = tl.program_id(0).to(tl.int64)
     i_I = tl.arange(0, BLOCK_I)
     real_I = i_I < num_inner

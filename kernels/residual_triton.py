@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from m1serve.kernels.after_triton import after, pdl
+from m1serve.kernels.after_triton import pdl, release, wait
 from m1serve.kernels.moe_decode import gated
 from m1serve.kernels.norm_triton import tiling
 from m1serve.kernels.residual import Normed, Picks, Sum
@@ -107,7 +107,8 @@ def norm_kernel(
     WAIT: tl.constexpr,
 ):
     """A token a program. No TERMS: there is only the residual."""
-    after(WAIT)
+    release(WAIT)
+    wait(WAIT)
     n = tl.program_id(0).to(tl.int64)
     i_E = tl.arange(0, BLOCK_I)
     real_E = i_E < num_hidden
@@ -138,7 +139,8 @@ def picks_kernel(
     BLOCK_I: tl.constexpr,
     WAIT: tl.constexpr,
 ):
-    after(WAIT)
+    release(WAIT)
+    wait(WAIT)
     n = tl.program_id(0).to(tl.int64)
     i_E = tl.arange(0, BLOCK_I)
     real_E = i_E < num_hidden
@@ -179,7 +181,8 @@ def swiglu_kernel(
     COLUMNS: tl.constexpr,
     WAIT: tl.constexpr,
 ):
-    after(WAIT)
+    release(WAIT)
+    wait(WAIT)
     num_columns = tl.cdiv(num_inner, COLUMNS)
     m_R = (tl.program_id(0) // num_columns) * ROWS + tl.arange(0, ROWS)
     i_F = (tl.program_id(0) % num_columns) * COLUMNS + tl.arange(0, COLUMNS)

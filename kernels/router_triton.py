@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from m1serve.kernels.after_triton import after, pdl
+from m1serve.kernels.after_triton import pdl, release, wait
 
 MAX_DEPTH = 8192
 WARPS = 16
@@ -80,7 +80,8 @@ def logits_kernel(
     WAIT: tl.constexpr,
 ):
     """One expert and R tokens: a lane adds products of its own K, then lanes are added."""
-    after(WAIT)
+    release(WAIT)
+    wait(WAIT)
     x = tl.program_id(0)
     i_R = tl.program_id(1) * R + tl.arange(0, R)
     i_K = tl.arange(0, DEPTH)
@@ -109,7 +110,8 @@ def choice_kernel(
     BLOCK_X: tl.constexpr,
     WAIT: tl.constexpr,
 ):
-    after(WAIT)
+    release(WAIT)
+    wait(WAIT)
     n = tl.program_id(0).to(tl.int64)
     i_X = tl.arange(0, BLOCK_X)
     i_P = tl.arange(0, BLOCK_P)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from m1serve.kernels.decay import slopes
 from m1serve.kernels.lightning import lightning_rows, lightning_rows_step
+from m1serve.kernels.linear import linears
 from m1serve.kernels.norm import gated_rms_norm
 from m1serve.model.config import M1Config
 from m1serve.model.linear import Linear
@@ -48,11 +49,11 @@ class LightningAttention(nn.Module):
         B, T, _ = h_BTE.shape
         H, D = self.config.num_attention_heads, self.config.head_dim
         # rows of qkv_proj are interleaved a head: q, k, v of head 0, then of head 1
-        qkv = self.qkv_proj(h_BTE).view(B, T, H, 3 * D)
+        qkv_BTX, gate_BTI = linears(h_BTE, [self.qkv_proj.weight, self.output_gate.weight])
+        qkv = qkv_BTX.view(B, T, H, 3 * D)
         # a step in place has no gradients
         is_step = T == 1 and not torch.is_grad_enabled()
         o_BTHD = (self._decode if is_step else self._prefill)(qkv, state, step)
-        gate_BTI = self.output_gate(h_BTE)
         o_NI = gated_rms_norm(
             o_BTHD.reshape(B * T, H * D), gate_BTI.flatten(0, 1), self.norm.weight, self.norm.eps
         )

@@ -108,6 +108,7 @@ def norm_case(kernel: str, dtype: str, inner: int, block_i: int, num_warps: int)
             **dict.fromkeys(("num_tokens", "run"), "i32"),
             "eps": "fp32",
             "BLOCK_I": block_i,
+            "WAIT": True,
         },
     )
 
@@ -201,6 +202,7 @@ def experts_case(kernel: str, num_tokens: int, is_even: bool, by_pick: bool) -> 
             "chosen_M": "*i64/16",
             **dict.fromkeys(("num_hidden", "num_inner"), "i32/16"),
             **dict.fromkeys(("num_picks", "num_experts", "num_chosen"), "i32"),
+            "AHEAD": 16,
             "EVEN": is_even,
             "BY_PICK": by_pick,
             "BLOCK_M": 2 * num_tokens,
@@ -261,20 +263,29 @@ def router_case(kernel: str, dtype: str, tokens: int) -> Case:
     )
 
 
-def linear_case(num_tokens: int, num_rows: int, num_stages: int, out_dtype: str = "bf16") -> Case:
+def linear_case(num_tokens: int, *num_rows: int, num_stages: int, out_dtype: str = "bf16") -> Case:
     """As `linear_triton.multiply` launches them; widths and stages are its `tiling`."""
-    rows, depth = (64, 128) if num_rows > 16384 else (32, 256) if num_rows > 4096 else (16, 256)
+    total = sum(num_rows)
+    rows, depth = (64, 128) if total > 16384 else (32, 256) if total > 4096 else (16, 256)
+    weights = {}
+    for place in range(3):
+        is_here = place < len(num_rows)
+        weights[f"w{place}_OE"] = "*bf16/16" if is_here else None
+        weights[f"out{place}_NO"] = f"*{out_dtype}/16" if is_here else None
+        weights[f"num_out{place}"] = "i32/16"
     return Case(
-        name=f"linear-{out_dtype}-{num_tokens}-{num_rows}",
+        name=f"linear-{out_dtype}-{num_tokens}-{'-'.join(map(str, num_rows))}",
         module="m1serve.kernels.linear_triton",
         kernel="linear_kernel",
         num_stages=num_stages,
         arguments={
-            **dict.fromkeys(("x_NE", "w_OE"), "*bf16/16"),
-            "out_NO": f"*{out_dtype}/16",
+            **weights,
+            "x_NE": "*bf16/16",
             "num_tokens": "i32",
-            **dict.fromkeys(("num_in", "num_out"), "i32/16"),
-            "EVEN": num_rows != 1024,
+            "num_in": "i32/16",
+            "COUNT": len(num_rows),
+            "AHEAD": 1024 // rows,
+            "EVEN": total != 1024,
             "BLOCK_B": num_tokens,
             "ROWS": rows,
             "DEPTH": depth,
@@ -321,12 +332,13 @@ CASES = [
     experts_case("down_kernel", 1, True, True),
     experts_case("down_kernel", 1, False, True),
     experts_case("down_kernel", 256, True, False),
-    linear_case(16, 24576, 5),
-    linear_case(64, 200064, 3, "fp32"),
-    linear_case(16, 6144, 5),
-    linear_case(64, 6144, 3),
-    linear_case(16, 1024, 7),
-    linear_case(64, 1024, 3),
+    linear_case(16, 24576, 8192, num_stages=5),
+    linear_case(64, 200064, num_stages=3, out_dtype="fp32"),
+    linear_case(16, 8192, 1024, 1024, num_stages=5),
+    linear_case(16, 6144, num_stages=5),
+    linear_case(64, 6144, num_stages=3),
+    linear_case(16, 1024, num_stages=7),
+    linear_case(64, 1024, num_stages=3),
     router_case("logits_kernel", "bf16", 1),
     router_case("logits_kernel", "bf16", 2),
     router_case("logits_kernel", "fp32", 2),

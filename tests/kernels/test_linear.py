@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m1serve.kernels.linear import MAX_TOKENS, fp32_logits, linear
+from m1serve.kernels.linear import MAX_TOKENS, fp32_logits, linear, linears
 
 GPU = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ def inputs(
 def multiplied(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     from m1serve.kernels.linear_triton import multiply
 
-    return multiply(x, weight, dtype)
+    return multiply(x, [weight], dtype)[0]
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,19 @@ def test_the_kernel_multiplies_exactly_and_rounds_once(
     # fp32 sums of exact products: far below a rounding of bf16
     assert (got - wanted).abs().max() < 5e-6
     assert torch.equal(multiplied(x, weight, torch.bfloat16), got.bfloat16())
+
+
+@pytest.mark.parametrize("num_outs", [(40, 9), (33, 64, 5)])
+def test_several_weights_are_one_launch_and_the_same_values(
+    device: torch.device, num_outs: tuple[int, ...]
+) -> None:
+    from m1serve.kernels.linear_triton import multiply
+
+    weights = [inputs(1, 72, num_out, device, torch.bfloat16)[1] for num_out in num_outs]
+    x = inputs(5, 72, 1, device, torch.bfloat16)[0]
+    got = multiply(x, weights, torch.float32)
+    for one, weight in zip(got, weights, strict=True):
+        assert torch.equal(one, multiplied(x, weight))
 
 
 def test_a_token_does_not_see_its_neighbours(device: torch.device) -> None:
@@ -67,6 +80,8 @@ def test_a_cpu_keeps_the_torch_operations_and_their_gradients() -> None:
     x, weight = inputs(6, 32, 5, torch.device("cpu"), torch.bfloat16)
     x.requires_grad_()
     assert torch.equal(linear(x, weight), F.linear(x, weight))
+    both = linears(x, [weight, weight[:3]])
+    assert torch.equal(both[1], F.linear(x, weight[:3]))
     logits = fp32_logits(x, weight)
     assert torch.equal(logits, F.linear(x.float(), weight.float()))
     assert torch.autograd.grad(logits.sum(), x)[0].isfinite().all()
