@@ -11,8 +11,10 @@ from m1serve.config import AnswerSettings, ModelSettings
 from m1serve.errors import ConfigError
 from m1serve.types import HistoryRule, RepetitionStop
 
-_M1_SIZES = {"model_type": "minimax_m1", "hidden_size": 6144, "num_hidden_layers": 80}
+_M1_SIZES = {"hidden_size": 6144, "num_hidden_layers": 80}
 """Of MiniMax-M1-40k and -80k; nano has the same architecture and answers otherwise."""
+_M1_TYPES = ("minimax_m1", "minimax")
+"""Its own model_type, and that of its -hf twins."""
 _PUBLISHED = AnswerSettings(history="template", temperature=1.0, top_p=0.95)
 _REPETITION = RepetitionStop()
 _LAST = AnswerSettings(
@@ -92,4 +94,5 @@ def _is_minimax_m1(path: Path | None) -> bool:
     except ValueError:
         # whoever loads the weights refuses it with its reason
         return False
-    return isinstance(raw, Mapping) and all(raw.get(k) == v for k, v in _M1_SIZES.items())
+    is_m1 = isinstance(raw, Mapping) and raw.get("model_type") in _M1_TYPES
+    return is_m1 and all(raw.get(name) == size for name, size in _M1_SIZES.items())

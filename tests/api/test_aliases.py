@@ -73,12 +73,18 @@ def test_an_alias_may_not_be_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "top_p", "history"), [(6144, 0.95, "template"), (192, 1.0, "exact")]
+    ("model_type", "hidden", "top_p", "history"),
+    [
+        ("minimax_m1", 6144, 0.95, "template"),
+        ("minimax", 6144, 0.95, "template"),
+        ("minimax_m1", 192, 1.0, "exact"),
+        (["minimax_m1"], 6144, 1.0, "exact"),
+    ],
 )
 def test_a_real_m1_answers_as_published(
-    tmp_path: Path, hidden: int, top_p: float, history: str
+    tmp_path: Path, model_type: object, hidden: int, top_p: float, history: str
 ) -> None:
-    config = {"model_type": "minimax_m1", "hidden_size": hidden, "num_hidden_layers": 80}
+    config = {"model_type": model_type, "hidden_size": hidden, "num_hidden_layers": 80}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = answer_defaults(ModelSettings(path=tmp_path))["nano"]
     assert (found.temperature, found.top_p, found.history) == (1.0, top_p, history)
