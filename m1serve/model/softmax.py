@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from m1serve.kernels.linear import linears
 from m1serve.model.config import M1Config
 from m1serve.model.linear import Linear
 from m1serve.model.state import SequenceState
@@ -26,9 +27,11 @@ class SoftmaxAttention(nn.Module):
 
     def forward(self, h_BTE: Tensor, state: SequenceState, step: Step) -> Tensor:
         B, T, _ = h_BTE.shape
-        q_BHTD = step.rotate(self._heads(self.q_proj(h_BTE)).transpose(1, 2))
-        k_BKTD = step.rotate(self._heads(self.k_proj(h_BTE)).transpose(1, 2))
-        v_BTKD = self._heads(self.v_proj(h_BTE))
+        weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
+        q_BTX, k_BTX, v_BTX = linears(h_BTE, weights)
+        q_BHTD = step.rotate(self._heads(q_BTX).transpose(1, 2))
+        k_BKTD = step.rotate(self._heads(k_BTX).transpose(1, 2))
+        v_BTKD = self._heads(v_BTX)
         o_BTHD = state.attend(
             self.layer, q_BHTD.transpose(1, 2), k_BKTD.transpose(1, 2), v_BTKD, step
         )
