@@ -28,6 +28,11 @@ _HISTORY = [
 _SMALL = {"model": "nano", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 _SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7}
 _PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+_STOPS = {
+    "repetition_stop_tokens": 3000,
+    "repetition_stop_probability": 0.99,
+    "reasoning_budget": 2,
+}
 _SCHEMA = {"name": "s", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 _PROMPT = {"model": "nano", "prompt": "Once", "max_tokens": 4}
 VALID: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -37,6 +42,7 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", _SMALL | {"tools": [_TOOL], "tool_choice": "auto", "stream": True}),
     ("/v1/chat/completions", _SMALL | {"tools": [_TOOL], "tool_choice": "required"}),
     ("/v1/chat/completions", _SMALL | _SAMPLING | _PENALTIES),
+    ("/v1/chat/completions", _SMALL | _STOPS),
     ("/v1/chat/completions", _SMALL | {"logprobs": True, "top_logprobs": 5, "stop": ["a", "b"]}),
     ("/v1/chat/completions", _SMALL | {"logit_bias": {"5": 3.0}, "stop_token_ids": [9]}),
     ("/v1/chat/completions", _SMALL | {"metadata": {"task_id": "t"}, "store": False, "user": "u"}),

@@ -113,7 +113,8 @@ async def test_wrong_types_everywhere_are_no_server_error(serve: Any, value: obj
         *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
         *("repetition_penalty", "logit_bias", "logprobs", "top_logprobs", "store", "metadata"),
         *("user", "stop_token_ids", "return_token_ids", "functions", "function_call", "audio"),
-        *("modalities", "reasoning_effort", "service_tier", "unknown"),
+        *("modalities", "reasoning_effort", "service_tier", "unknown", "reasoning_budget"),
+        *("repetition_stop_tokens", "repetition_stop_probability"),
     )
     async with serve() as world, httpx.AsyncClient(verify=False, base_url=world.url) as http:
         for field in fields:
