@@ -123,6 +123,26 @@ def test_a_dtype_that_is_no_float_is_refused(saved: Path) -> None:
         load_model(saved)
 
 
+def test_an_fp32_router_stays_as_it_is_in_a_bf16_model(
+    model: M1ForCausalLM, tmp_path: Path
+) -> None:
+    """M1's own checkpoints: everything bf16 but the routers, whose last bits choose experts."""
+    save_model(model, tmp_path, dtype=torch.bfloat16)
+    loaded = load_model(tmp_path, dtype=torch.bfloat16)
+    for mine, theirs in zip(loaded.blocks, model.blocks, strict=True):
+        stored = theirs.block_sparse_moe.gate.weight
+        assert not torch.equal(stored, stored.bfloat16().float())
+        assert torch.equal(mine.block_sparse_moe.gate.weight, stored)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_gets_the_same_weights(saved: Path) -> None:
+    on_gpu = load_model(saved, device="cuda").state_dict()
+    for name, t in load_model(saved).state_dict().items():
+        assert torch.equal(on_gpu[name].cpu(), t), name
+
+
 def test_a_narrow_router_is_used_as_it_is_and_told(
     saved: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
