@@ -1,8 +1,8 @@
 """What the MiniMax-M1 report says of cost: its Figure 1 (right), point by point, and its RL budget.
 
 The points are read off the vector graphic of the PDF (markers against the drawn ticks), not printed
-numbers, and good to about 0.1 TFLOP. The curves are sums that reproduce every point to that. They
-are our reading: the report states no convention, and a sum that fits is not proof that it was meant.
+numbers, and good to about 0.1 TFLOP. The curves are sums that reproduce every point to that: our
+reading, as the report states no convention, and a sum that fits is not proof that it was meant.
 """
 
 from __future__ import annotations
