@@ -294,6 +294,25 @@ def linear_case(num_tokens: int, *num_rows: int, num_stages: int, out_dtype: str
     )
 
 
+def rotary_case(dtype: str) -> Case:
+    strides = [f"{name}_{dim}" for name in "qk" for dim in ("row", "head")]
+    return Case(
+        name=f"rotary-{dtype}",
+        module="m1serve.kernels.rotary_triton",
+        kernel="rotary_kernel",
+        arguments={
+            **dict.fromkeys(("q_NHD", "k_NKD"), f"*{dtype}/16"),
+            **dict.fromkeys(("cos_NR", "sin_NR"), "*fp32/16"),
+            **dict.fromkeys((*strides, "num_pairs"), "i32/16"),
+            **dict.fromkeys(("num_heads", "num_kv_heads", "num_positions"), "i32"),
+            "BLOCK_H": 64,
+            "BLOCK_K": 8,
+            "BLOCK_R": 32,
+            "WAIT": True,
+        },
+    )
+
+
 CASES = [
     logprobs_case("fold", "fp32", "i64"),
     logprobs_case("differentiate", "bf16", "i64"),
@@ -339,6 +358,7 @@ CASES = [
     linear_case(64, 6144, num_stages=3),
     linear_case(16, 1024, num_stages=7),
     linear_case(64, 1024, num_stages=3),
+    rotary_case("bf16"),
     router_case("logits_kernel", "bf16", 1),
     router_case("logits_kernel", "bf16", 2),
     router_case("logits_kernel", "fp32", 2),
