@@ -21,7 +21,7 @@ from pathlib import Path
 from m1serve.kernels.benchmark.bars import bars
 from m1serve.kernels.benchmark.peers_fetch import default_directory, fetch
 from m1serve.kernels.benchmark.report import OURS, Report, read_report, table
-from m1serve.kernels.benchmark.run import AGAIN, PARTS, Plan, run
+from m1serve.kernels.benchmark.run import AGAIN, EXTRA_PARTS, PARTS, Plan, run
 
 MAX_PROCESSES = 12
 
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"download the peers' kernels with pip (about 370 MB, 6 MB kept; {cache}) and stop",
     )
     parser.add_argument("--quick", action="store_true", help="our rows only, without the longest")
-    parser.add_argument("--only", type=_parts, default=PARTS, metavar=",".join(PARTS))
+    parser.add_argument("--only", type=_parts, default=PARTS, metavar=",".join(PARTS + EXTRA_PARTS))
     parser.add_argument("--notes", type=Path, metavar="FILE", help="a text file, one note a line")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print a result as Markdown")
     parser.add_argument(
@@ -138,8 +138,9 @@ def summary(report: Report) -> str:
 def _parts(text: str) -> tuple[str, ...]:
     parts = tuple(text.split(","))
     for part in parts:
-        if part not in PARTS:
-            raise argparse.ArgumentTypeError(f"{part} is not one of {', '.join(PARTS)}")
+        if part not in PARTS + EXTRA_PARTS:
+            known = ", ".join(PARTS + EXTRA_PARTS)
+            raise argparse.ArgumentTypeError(f"{part} is not one of {known}")
     return parts
 
 

@@ -11,6 +11,7 @@ dimension that is summed, L lines of 128 bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -29,7 +30,32 @@ AHEAD = 1024
 """Lines that a program asks for before its wait: a third of L2 for as many as may run at once."""
 
 
-def multiply(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What a program multiplies at a time, and how many such are on their way to it."""
+
+    rows: int
+    depth: int
+    tokens: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Constexprs and launch options."""
+        return {
+            "BLOCK_B": self.tokens,
+            "ROWS": self.rows,
+            "DEPTH": self.depth,
+            "num_warps": 4,
+            "num_stages": self.num_stages,
+            # said, because triton 3.9 warns where its default is taken
+            "enable_fp_fusion": True,
+        }
+
+
+def multiply(
+    x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype, *, tile: Tile | None = None
+) -> list[Tensor]:
     """x weightᵀ of each of up to MAX_WEIGHTS, [..., O] in `dtype`, in one launch.
 
     fp32 sums, in an order that the weights' shapes alone set.
@@ -38,11 +64,11 @@ def multiply(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> list[T
     x_NE = x.reshape(-1, E).contiguous()
     N = x_NE.shape[0]
     out = [torch.empty(N, len(w), dtype=dtype, device=x.device) for w in weights]
-    options = tiling(N, sum(len(w) for w in weights))
+    tile = tile or tile_of(N, sum(len(w) for w in weights))
     num_absent = MAX_WEIGHTS - len(weights)
-    num_tiles = [triton.cdiv(len(w), options["ROWS"]) for w in weights]
+    num_tiles = [triton.cdiv(len(w), tile.rows) for w in weights]
     with torch.cuda.device_of(x):
-        linear_kernel[(sum(num_tiles), triton.cdiv(N, options["BLOCK_B"]))](
+        linear_kernel[(sum(num_tiles), triton.cdiv(N, tile.tokens))](
             x_NE,
             *weights,
             *[None] * num_absent,
@@ -52,30 +78,22 @@ def multiply(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> list[T
             *[0] * num_absent,
             *(N, E),
             COUNT=len(weights),
-            AHEAD=AHEAD // options["ROWS"],
-            EVEN=E % options["DEPTH"] == 0,
-            **options,
+            AHEAD=AHEAD // tile.rows,
+            EVEN=E % tile.depth == 0,
+            **tile.options,
             **pdl(x),
         )
     return [t.view(*x.shape[:-1], t.shape[1]) for t in out]
 
 
-def tiling(num_tokens: int, num_rows: int) -> dict[str, int | bool]:
+def tile_of(num_tokens: int, num_rows: int) -> Tile:
     """Programs enough for a Hopper GPU's 132 multiprocessors, each with long reads under way."""
     rows, depth = (64, 128) if num_rows > 16384 else (32, 256) if num_rows > 4096 else (16, 256)
-    block_b = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     # triton keeps a stage less in shared memory where the tile is too low for wgmma
     more = 0 if rows >= 64 else 1
-    num_stages = SHARED_BYTES // ((rows + block_b) * depth * 2) + more
-    return {
-        "BLOCK_B": block_b,
-        "ROWS": rows,
-        "DEPTH": depth,
-        "num_warps": 4,
-        "num_stages": min(MAX_STAGES, num_stages),
-        # said, because triton 3.9 warns where its default is taken
-        "enable_fp_fusion": True,
-    }
+    num_stages = SHARED_BYTES // ((rows + tokens) * depth * 2) + more
+    return Tile(rows=rows, depth=depth, tokens=tokens, num_stages=min(MAX_STAGES, num_stages))
 
 
 @triton.jit

@@ -16,16 +16,21 @@ import triton.language as tl
 from torch import Tensor
 
 from m1serve.kernels.after_triton import bring_to_l2, pdl, release, wait
-from m1serve.kernels.linear_triton import AHEAD, LINE, product
+from m1serve.kernels.linear_triton import AHEAD, LINE, Tile, product
 
 MAX_PICKS = 512
-ROWS, DEPTH = 64, 128
 CHUNK = 64
 """Picks that a program looks through at a time for its own."""
 
 
 def expert_picks(
-    x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, weight_NP: Tensor, chosen_NP: Tensor
+    x_NE: Tensor,
+    w13_X2FE: Tensor,
+    w2_XEF: Tensor,
+    weight_NP: Tensor,
+    chosen_NP: Tensor,
+    *,
+    tile: Tile | None = None,
 ) -> Tensor:
     """weight * w2 (silu(w1 x) * w3 x) of every pick, [N*P, E] in x's dtype, row n*P + p.
 
@@ -37,46 +42,37 @@ def expert_picks(
     x_NE, weight_NP, chosen_NP = x_NE.contiguous(), weight_NP.contiguous(), chosen_NP.contiguous()
     z_MF = x_NE.new_empty(M, ff)
     y_ME = x_NE.new_empty(M, E)
-    by_pick = M <= X
-    slots = min(M, X)
+    tile = tile or tile_of(N)
     shared = {
-        "BY_PICK": by_pick,
+        "BY_PICK": M <= X,
         "BLOCK_M": triton.next_power_of_2(M),
-        **tiling(N),
+        "CHUNK": CHUNK,
+        **tile.options,
         **pdl(x_NE),
     }
-    up_kernel[(triton.cdiv(ff, ROWS // 2), slots)](
+    up_kernel[(triton.cdiv(ff, tile.rows // 2), min(M, X))](
         *(x_NE, w13_X2FE, weight_NP, chosen_NP, z_MF),
         *(M, X, E, ff, chosen_NP.shape[1]),
-        EVEN=E % DEPTH == 0,
+        EVEN=E % tile.depth == 0,
         **shared,
     )
-    down_kernel[(triton.cdiv(E, ROWS), slots)](
+    down_kernel[(triton.cdiv(E, tile.rows), min(M, X))](
         *(z_MF, w2_XEF, chosen_NP, y_ME),
         *(M, X, ff, E),
-        AHEAD=AHEAD // ROWS,
-        EVEN=ff % DEPTH == 0,
+        AHEAD=AHEAD // tile.rows,
+        EVEN=ff % tile.depth == 0,
         **shared,
     )
     return y_ME
 
 
-def tiling(num_tokens: int) -> dict[str, int | bool]:
-    """A tile as wide as most experts' tokens; the loads in flight fill what two programs may use.
+def tile_of(num_tokens: int) -> Tile:
+    """As wide as most experts' tokens; the loads in flight fill what two programs may use.
 
     An expert with more tokens reads its weights once more for each further tile.
     """
-    block_b, num_stages = (16, 5) if num_tokens <= 48 else (32, 4) if num_tokens <= 128 else (64, 3)
-    return {
-        "BLOCK_B": block_b,
-        "ROWS": ROWS,
-        "DEPTH": DEPTH,
-        "CHUNK": CHUNK,
-        "num_warps": 4,
-        "num_stages": num_stages,
-        # said, because triton 3.9 warns where its default is taken
-        "enable_fp_fusion": True,
-    }
+    tokens, num_stages = (16, 5) if num_tokens <= 48 else (32, 4) if num_tokens <= 128 else (64, 3)
+    return Tile(rows=64, depth=128, tokens=tokens, num_stages=num_stages)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from m1serve.kernels.benchmark import cases, layer_cases, pass_cases, step_cases
+from m1serve.kernels.benchmark import cases, layer_cases, pass_cases, step_cases, tile_cases
 from m1serve.kernels.benchmark.bars import bars
 from m1serve.kernels.benchmark.cases import Case, K
 from m1serve.kernels.benchmark.checks import (
@@ -54,6 +54,8 @@ PARTS = (
     "passes",
     "checks",
 )
+# other choices than ours: only when asked for
+EXTRA_PARTS = ("tiles",)
 QUICK_LENGTHS = (4 * K, 64 * K, 256 * K)
 QUICK_BATCHES = (1, 32, 64)
 QUICK_CHECKS = Setting(lengths=(1, 65, 4097), num_steps=2000)
@@ -134,6 +136,7 @@ def our_cases(plan: Plan) -> Iterator[Case | CheckCase]:
         "linear_logprobs": layer_cases.logprob_cases(),
         "step": step_cases.step_cases(),
         "passes": pass_cases.pass_cases(),
+        "tiles": tile_cases.tile_cases(),
     }
     for part in plan.only:
         for case in timed.get(part, ()):

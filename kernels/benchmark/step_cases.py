@@ -37,7 +37,7 @@ NUM_DRAWS = 8
 """Choices of experts, or of tokens, that one graph runs through."""
 EXPERT_BYTES = 3 * HIDDEN * INNER * 2
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, Tensor], object]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]
 
 
@@ -46,11 +46,11 @@ def step_cases() -> Iterator[Case]:
     for num_tokens in (1, 32):
         for name, shape in PROJECTIONS.items():
             for impl, product in ((OURS, linear), (TORCH, F.linear)):
-                run = partial(_product, product, num_tokens, shape)
+                run = partial(product_row, product, num_tokens, shape)
                 yield case_of("linear", f"{name} N={num_tokens}", impl, run)
         for vocab in VOCABS:
             for impl, product in ((OURS, fp32_logits), (TORCH, _logits_of_torch)):
-                run = partial(_product, product, num_tokens, (vocab, HIDDEN))
+                run = partial(product_row, product, num_tokens, (vocab, HIDDEN))
                 yield case_of("fp32_logits", head_name(num_tokens, vocab), impl, run)
         for impl, is_fused in ((OURS, True), (TORCH, False)):
             run = partial(_router, num_tokens, is_fused=is_fused)
@@ -69,7 +69,7 @@ def _expert_cases() -> Iterator[Case]:
     for num_tokens in BATCHES:
         for impl, run in ((OURS, experts), (GROUPED, _grouped)):
             yield case_of(
-                "moe_decode", experts_name(num_tokens), impl, partial(_experts, run, num_tokens)
+                "moe_decode", experts_name(num_tokens), impl, partial(experts_row, run, num_tokens)
             )
 
 
@@ -81,7 +81,7 @@ def _grouped(
 
 
 @torch.no_grad()
-def _experts(run: Experts, num_tokens: int) -> Row:
+def experts_row(run: Experts, num_tokens: int) -> Row:
     """Each draw has tokens and choices of its own; the floor is the experts that it touches."""
     w13 = normal(NUM_EXPERTS, 2 * INNER, HIDDEN).mul_(HIDDEN**-0.5)
     w2 = normal(NUM_EXPERTS, HIDDEN, INNER).mul_(INNER**-0.5)
@@ -98,7 +98,7 @@ def _experts(run: Experts, num_tokens: int) -> Row:
 
 
 @torch.no_grad()
-def _product(product: Product, num_tokens: int, shape: tuple[int, int]) -> Row:
+def product_row(product: Product, num_tokens: int, shape: tuple[int, int]) -> Row:
     num_bytes = shape[0] * shape[1] * 2
     num_sets = max(2, -(-ROTATION_BYTES // num_bytes))
     calls = []

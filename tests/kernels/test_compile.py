@@ -189,7 +189,7 @@ def hopper_case(columns: int, stages: int, reverse: bool) -> Case:
 
 
 def experts_case(kernel: str, num_tokens: int, is_even: bool, by_pick: bool) -> Case:
-    """As `moe_decode.expert_picks` launches them; the widths below are its `tiling`."""
+    """As `moe_decode.expert_picks` launches them; the widths below are its `tile_of`."""
     block_b, stages = {1: (16, 5), 128: (32, 4), 256: (64, 3)}[num_tokens]
     return Case(
         name=f"experts-{kernel}-{num_tokens}" + ("" if is_even else "-odd"),
@@ -264,7 +264,7 @@ def router_case(kernel: str, dtype: str, tokens: int) -> Case:
 
 
 def linear_case(num_tokens: int, *num_rows: int, num_stages: int, out_dtype: str = "bf16") -> Case:
-    """As `linear_triton.multiply` launches them; widths and stages are its `tiling`."""
+    """As `linear_triton.multiply` launches them; widths and stages are its `tile_of`."""
     total = sum(num_rows)
     rows, depth = (64, 128) if total > 16384 else (32, 256) if total > 4096 else (16, 256)
     weights = {}
