@@ -43,18 +43,20 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]
 
 def step_cases() -> Iterator[Case]:
     yield from _expert_cases()
+    projections: dict[str, Product] = {OURS: linear, TORCH: F.linear}
+    heads: dict[str, Product] = {OURS: fp32_logits, TORCH: _logits_of_torch}
     for num_tokens in (1, 32):
         for name, shape in PROJECTIONS.items():
-            for impl, product in ((OURS, linear), (TORCH, F.linear)):
+            for impl, product in projections.items():
                 run = partial(product_row, product, num_tokens, shape)
                 yield case_of("linear", f"{name} N={num_tokens}", impl, run)
         for vocab in VOCABS:
-            for impl, product in ((OURS, fp32_logits), (TORCH, _logits_of_torch)):
+            for impl, product in heads.items():
                 run = partial(product_row, product, num_tokens, (vocab, HIDDEN))
                 yield case_of("fp32_logits", head_name(num_tokens, vocab), impl, run)
         for impl, is_fused in ((OURS, True), (TORCH, False)):
-            run = partial(_router, num_tokens, is_fused=is_fused)
-            yield case_of("route", f"N={num_tokens} X={NUM_EXPERTS}", impl, run)
+            timed = partial(_router, num_tokens, is_fused=is_fused)
+            yield case_of("route", f"N={num_tokens} X={NUM_EXPERTS}", impl, timed)
 
 
 def experts_name(num_tokens: int) -> str:
@@ -89,7 +91,7 @@ def experts_row(run: Experts, num_tokens: int) -> Row:
     for _ in range(NUM_DRAWS):
         chosen = torch.rand(num_tokens, NUM_EXPERTS, device="cuda").topk(NUM_CHOSEN).indices
         weight = torch.rand(num_tokens, NUM_CHOSEN, device="cuda")
-        num_touched += len(chosen.unique())
+        num_touched += int(chosen.flatten().bincount(minlength=NUM_EXPERTS).count_nonzero())
         calls.append(partial(run, normal(num_tokens, HIDDEN), w13, w2, weight, chosen))
     touched = num_touched / NUM_DRAWS
     return row_of(
