@@ -1,7 +1,7 @@
 """Mixture of experts: fp32 router, SwiGLU experts, each token through its top P, none dropped.
 
 Shapes: N tokens, E hidden, F ff of one expert, X experts, P experts per token. A pick is one
-(token, expert) pair; M = N*P picks sorted by expert are the groups of a grouped matmul.
+(token, expert) pair.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
 from m1serve.kernels.checks import check_devices
-from m1serve.kernels.residual import Picks, is_fused, swiglu_weighted
+from m1serve.kernels.linear import fp32_logits
+from m1serve.kernels.moe_sorted import Grouped, grouped_picks, looped_picks
+from m1serve.kernels.residual import Picks, is_fused
 
 MAX_ROUTED = 256
 """Tokens that a kernel of its own routes on CUDA: a decode step's."""
+MIN_LOOPED_PICKS = 1024
+"""An expert's on average, from which on a product of its own fills the GPU."""
 _DENSE_ELEMENTS = 1 << 28
 """Every expert on every token, which never waits for the device, up to this many [X, N, 2F]."""
 
@@ -34,20 +37,38 @@ class Routes(NamedTuple):
 def route(x_NE: Tensor, gate_weight_XE: Tensor, num_chosen: int) -> Routes:
     """Softmax over all experts, the top `num_chosen` renormalised; fp32 under autocast too.
 
-    For few tokens on CUDA without gradients a kernel does it, where of equally probable experts
-    the lower comes first; which one torch takes is not promised.
+    On CUDA without gradients a kernel chooses, where of equally probable experts the lower comes
+    first; which one torch takes is not promised.
     """
     num_experts = gate_weight_XE.shape[0]
     if not 1 <= num_chosen <= num_experts:
         raise ValueError(f"num_chosen is {num_chosen}, wanted 1 to {num_experts}, the experts")
-    if is_fused(x_NE) and x_NE.shape[0] <= MAX_ROUTED:
-        from m1serve.kernels.router_triton import choose
+    if is_fused(x_NE):
+        from m1serve.kernels.router_triton import choose, few_logits
 
-        return Routes(*choose(x_NE, gate_weight_XE, num_chosen))
+        of = few_logits if x_NE.shape[0] <= MAX_ROUTED else many_logits
+        return Routes(*choose(of(x_NE, gate_weight_XE), num_chosen))
     with torch.autocast(x_NE.device.type, enabled=False):
         p_NX = torch.softmax(F.linear(x_NE.float(), gate_weight_XE.float()), -1)
     weight_NP, chosen_NP = p_NX.topk(num_chosen, -1)
     return Routes(weight_NP / weight_NP.sum(-1, keepdim=True), chosen_NP, p_NX)
+
+
+def many_logits(x_NE: Tensor, gate_XE: Tensor) -> Tensor:
+    """x gateᵀ, fp32 [N, X], without an fp32 copy of bf16 tokens.
+
+    An fp32 weight is the sum of three bf16 ones, whose products with bf16 are exact.
+    """
+    with torch.autocast(x_NE.device.type, enabled=False):
+        if (x_NE.dtype, gate_XE.dtype) != (torch.bfloat16, torch.float32):
+            return F.linear(x_NE.float(), gate_XE.float())
+        pieces, rest_XE = [], gate_XE
+        for _ in range(3):
+            pieces.append(rest_XE.bfloat16())
+            rest_XE = rest_XE - pieces[-1].float()
+        logits_N3X = fp32_logits(x_NE, torch.cat(pieces)).view(len(x_NE), 3, -1)
+        # the small ones first
+        return logits_N3X[:, 2] + logits_N3X[:, 1] + logits_N3X[:, 0]
 
 
 def grouped_experts(
@@ -63,9 +84,10 @@ def grouped_experts(
     that reads only the weights of experts that were chosen. Neither waits for the device, so they
     can be captured in a CUDA graph; sums have a fixed order, so the same call gives the same bits;
     a token's result depends on the others through their number alone, which picks the tiles.
-    Other CUDA tensors run every expert on every token while that is small. The rest, CPU
-    included, runs each expert on its tokens: the number of an expert's tokens may change last bits
-    there.
+    Without gradients tens of thousands of tokens, unless captured, wait once for their counts and
+    take a product an expert, in the memory of one expert's tokens. Other CUDA tensors run every
+    expert on every token while that is small. The rest, CPU included, runs each expert on its
+    tokens: the number of an expert's tokens may change last bits there.
     """
     mixed = experts(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
     return mixed.total() if isinstance(mixed, Picks) else mixed
@@ -103,6 +125,9 @@ def _picks(
         with torch.cuda.device_of(x_NE):  # type: ignore[no-untyped-call]
             y_ME = expert_picks(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
         return Picks(y_ME, None, chosen_NP.shape[1])
+    is_large = chosen_NP.numel() >= MIN_LOOPED_PICKS * len(w2_XEF)
+    if is_large and not torch.cuda.is_current_stream_capturing():
+        return looped_picks(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
     y_ME, place_M, *_ = grouped_picks(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
     return Picks(y_ME, place_M, chosen_NP.shape[1])
 
@@ -151,101 +176,6 @@ def _has_grouped_mm(x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor) -> bool:
         w.is_contiguous() and not w.data_ptr() % 16 and not w.shape[-1] % 8
         for w in weights
     )
-
-
-class _GroupedPicks(NamedTuple):
-    y_ME: Tensor
-    place_M: Tensor
-    h_M2F: Tensor
-    weight_M1: Tensor
-    order_M: Tensor
-    ends_X: Tensor
-
-
-def grouped_picks(
-    x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, weight_NP: Tensor, chosen_NP: Tensor
-) -> _GroupedPicks:
-    """All experts in one grouped matmul a projection, picks sorted by expert."""
-    X, P = w13_X2FE.shape[0], chosen_NP.shape[1]
-    # a radix sort goes over one byte of a key and not over eight
-    key_M = chosen_NP.flatten().to(torch.uint8 if X <= 256 else torch.int64)
-    expert_M, order_M = key_M.sort(stable=True)
-    # bincount would wait for the device
-    every_X = torch.arange(X, device=expert_M.device)
-    ends_X = torch.searchsorted(expert_M.long(), every_X, right=True, out_int32=True)
-    x_ME = x_NE.index_select(0, order_M // P)
-    h_M2F = F.grouped_mm(x_ME, w13_X2FE.transpose(1, 2), offs=ends_X)
-    del x_ME
-    weight_M1 = weight_NP.flatten().index_select(0, order_M).unsqueeze(1)
-    z_MF = swiglu_weighted(h_M2F, weight_M1)
-    y_ME = F.grouped_mm(z_MF, w2_XEF.transpose(1, 2), offs=ends_X)
-    every_M = torch.arange(order_M.numel(), device=order_M.device)
-    place_M = torch.empty_like(order_M).scatter_(0, order_M, every_M)
-    return _GroupedPicks(y_ME, place_M, h_M2F, weight_M1, order_M, ends_X)
-
-
-class Grouped(torch.autograd.Function):
-    """All experts in one grouped matmul a projection; keeps x and h, and computes the rest again.
-
-    Gathers go both ways through the sort's permutation, so no gradient is summed by atomics.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x_NE: Tensor,
-        w13_X2FE: Tensor,
-        w2_XEF: Tensor,
-        weight_NP: Tensor,
-        chosen_NP: Tensor,
-    ) -> Tensor:
-        y_ME, place_M, h_M2F, weight_M1, order_M, ends_X = grouped_picks(
-            x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP
-        )
-        ctx.save_for_backward(x_NE, w13_X2FE, w2_XEF, h_M2F, weight_M1, order_M, place_M, ends_X)
-        return Picks(y_ME, place_M, chosen_NP.shape[1]).total()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: BackwardCFunction, dout_NE: Tensor) -> tuple[Tensor | None, ...]:
-        saved: tuple[Tensor, ...] = ctx.saved_tensors
-        x_NE, w13_X2FE, w2_XEF, h_M2F, weight_M1, order_M, place_M, ends_X = saved
-        wanted: tuple[bool, ...] = ctx.needs_input_grad
-        wants_x, wants_w13, wants_w2, wants_weight, _ = wanted
-        P = order_M.numel() // x_NE.shape[0]
-        token_M = order_M // P
-        dx_NE = dw13_X2FE = dw2_XEF = dweight_NP = None
-        a_MF, b_MF = h_M2F.chunk(2, -1)
-        silu_MF = F.silu(a_MF)
-        inner_MF = silu_MF * b_MF
-        dout_ME = dout_NE.index_select(0, token_M)
-        # the gradient of weight * inner
-        dz_MF = F.grouped_mm(dout_ME, w2_XEF, offs=ends_X)
-        if wants_weight:
-            dweight_M = (dz_MF * inner_MF).sum(-1, dtype=torch.float32).index_select(0, place_M)
-            dweight_NP = dweight_M.view(-1, P).to(weight_M1.dtype)
-        if wants_w2:
-            dw2_XEF = F.grouped_mm(dout_ME.t(), inner_MF.mul_(weight_M1), offs=ends_X)
-        del inner_MF, dout_ME
-        dh_M2F = _swiglu_backward(dz_MF.mul_(weight_M1), a_MF, b_MF, silu_MF)
-        del dz_MF, silu_MF
-        if wants_w13:
-            x_ME = x_NE.index_select(0, token_M)
-            dw13_X2FE = F.grouped_mm(dh_M2F.t(), x_ME, offs=ends_X)
-        if wants_x:
-            dx_ME = F.grouped_mm(dh_M2F, w13_X2FE, offs=ends_X)
-            dx_NE = Picks(dx_ME, place_M, P).total()
-        return dx_NE, dw13_X2FE, dw2_XEF, dweight_NP, None
-
-
-def _swiglu_backward(dinner_MF: Tensor, a_MF: Tensor, b_MF: Tensor, silu_MF: Tensor) -> Tensor:
-    """The gradient [M, 2F] of silu(a) * b; overwrites `dinner_MF`."""
-    num_picks, num_inner = dinner_MF.shape
-    dh_M2F = dinner_MF.new_empty(num_picks, 2 * num_inner)
-    da_MF, db_MF = dh_M2F.chunk(2, -1)
-    torch.mul(dinner_MF, silu_MF, out=db_MF)
-    torch.ops.aten.silu_backward(dinner_MF.mul_(b_MF), a_MF, grad_input=da_MF)
-    return dh_M2F
 
 
 def dense(

@@ -1,4 +1,4 @@
-"""The router of few tokens in Triton: logits, then softmax, choice and weights, in two launches.
+"""The router in Triton: softmax, choice and weights in one launch, logits of few tokens in another.
 
 Products and sums are fp32 multiply-adds, never TF32. Inputs are taken as checked (`moe.route`).
 Shapes: N tokens, E hidden, X experts, P chosen experts; R tokens of a program, K of E.
@@ -27,40 +27,48 @@ class Chosen(NamedTuple):
     p_NX: Tensor
 
 
-def choose(x_NE: Tensor, gate_XE: Tensor, num_chosen: int) -> Chosen:
-    """`moe.route`: of equally probable experts the lower comes first. Each token stands alone.
-
-    A token whose logits are not finite gets NaN weights and P different experts.
-    """
+def few_logits(x_NE: Tensor, gate_XE: Tensor) -> Tensor:
+    """x gateᵀ, fp32 [N, X]; each token stands alone."""
     x_NE, gate_XE = x_NE.contiguous(), gate_XE.contiguous()
     (N, E), X = x_NE.shape, gate_XE.shape[0]
     logits_NX = torch.empty(N, X, dtype=torch.float32, device=x_NE.device)
+    R = tokens_a_program(N)
+    if N:
+        with torch.cuda.device_of(x_NE):
+            logits_kernel[(X, triton.cdiv(N, R))](
+                *(x_NE, gate_XE, logits_NX, N, E),
+                R=R,
+                DEPTH=min(triton.next_power_of_2(E), MAX_DEPTH),
+                num_warps=WARPS,
+                # said, because triton 3.9 warns where its default is taken
+                enable_fp_fusion=True,
+                **pdl(x_NE),
+            )
+    return logits_NX
+
+
+def choose(logits_NX: Tensor, num_chosen: int) -> Chosen:
+    """Of fp32 logits; of equally probable experts the lower comes first.
+
+    A token whose logits are not all numbers gets NaN weights and P different experts.
+    """
+    logits_NX = logits_NX.contiguous()
+    N, X = logits_NX.shape
     p_NX = torch.empty_like(logits_NX)
     weight_NP = logits_NX.new_empty(N, num_chosen)
-    chosen_NP = torch.empty(N, num_chosen, dtype=torch.int64, device=x_NE.device)
-    chosen = Chosen(weight_NP, chosen_NP, p_NX)
-    if not N:
-        return chosen
-    # said, because triton 3.9 warns where its default is taken
-    options = {"enable_fp_fusion": True, **pdl(x_NE)}
-    with torch.cuda.device_of(x_NE):
-        R = tokens_a_program(N)
-        logits_kernel[(X, triton.cdiv(N, R))](
-            *(x_NE, gate_XE, logits_NX, N, E),
-            R=R,
-            DEPTH=min(triton.next_power_of_2(E), MAX_DEPTH),
-            num_warps=WARPS,
-            **options,
-        )
-        choice_kernel[(N,)](
-            *(logits_NX, weight_NP, chosen_NP, p_NX, X),
-            P=num_chosen,
-            BLOCK_P=triton.next_power_of_2(num_chosen),
-            BLOCK_X=triton.next_power_of_2(X),
-            num_warps=1,
-            **options,
-        )
-    return chosen
+    chosen_NP = torch.empty(N, num_chosen, dtype=torch.int64, device=logits_NX.device)
+    if N:
+        with torch.cuda.device_of(logits_NX):
+            choice_kernel[(N,)](
+                *(logits_NX, weight_NP, chosen_NP, p_NX, X),
+                P=num_chosen,
+                BLOCK_P=triton.next_power_of_2(num_chosen),
+                BLOCK_X=triton.next_power_of_2(X),
+                num_warps=1,
+                enable_fp_fusion=True,
+                **pdl(logits_NX),
+            )
+    return Chosen(weight_NP, chosen_NP, p_NX)
 
 
 def tokens_a_program(num_tokens: int) -> int:

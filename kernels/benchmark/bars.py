@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from m1serve.kernels.benchmark import pass_cases
 from m1serve.kernels.benchmark.cases import (
     FIRST,
     LAST,
@@ -17,7 +18,6 @@ from m1serve.kernels.benchmark.cases import (
     varlen_name,
 )
 from m1serve.kernels.benchmark.layer_cases import FOUR_GEMMS, LOGPROBS_NAME
-from m1serve.kernels.benchmark.pass_cases import slice_ms
 from m1serve.kernels.benchmark.report import JsonRow, Report
 from m1serve.kernels.benchmark.step_cases import experts_name
 
@@ -61,8 +61,11 @@ def bars(report: Report) -> list[Bar]:
         name = experts_name(num_tokens)
         share = report.share_of("moe_decode", name)
         found.append(Bar(name="share, moe_decode " + name, value=share, sense=">=", wanted=0.9))
+    name = pass_cases.experts_name(pass_cases.TOKENS)
+    share = report.share_of("moe_prefill", name)
+    found.append(Bar(name="share, moe_prefill " + name, value=share, sense=">=", wanted=0.82))
     name = "ms, passes of 8 layers at 64K tokens"
-    found.append(Bar(name=name, value=slice_ms(report), sense="<=", wanted=60))
+    found.append(Bar(name=name, value=pass_cases.slice_ms(report), sense="<=", wanted=60))
     failed = float(len(report.failed_checks)) if report.checks else None
     found.append(Bar(name="failed checks", value=failed, sense="<=", wanted=0))
     return found

@@ -20,22 +20,35 @@ from m1serve.kernels.benchmark.layer_cases import (
     INNER,
     NORM_NAME,
     NUM_CHOSEN,
+    NUM_EXPERTS,
     UNFUSED,
     case_of,
     normal,
     row_of,
 )
 from m1serve.kernels.benchmark.report import OURS, Report, Row
+from m1serve.kernels.benchmark.step_cases import GROUPED
 from m1serve.kernels.benchmark.timing import cold_ms
+from m1serve.kernels.moe import route
+from m1serve.kernels.moe_sorted import grouped_picks, looped_picks
 from m1serve.kernels.residual import Picks, Sum, rms_norm, swiglu_weighted
 
 TOKENS = 64 * K
+EXPERT_TOKENS = (8 * K, 16 * K, 32 * K, TOKENS)
 NUM_PICKS = TOKENS * NUM_CHOSEN
 ALPHA, EPS = 3.5565588200778455, 1e-5
-NORM, NORM_OF_PICKS, SWIGLU, GATHER, SILU = (
+NORM, NORM_OF_PICKS, SWIGLU, GATHER, SILU, ROUTE = (
     f"{name} T={TOKENS}"
-    for name in ("norm of a sum", "norm of a sum of picks", "swiglu", "gather", "silu in place")
+    for name in (
+        "norm of a sum",
+        "norm of a sum of picks",
+        "swiglu",
+        "gather",
+        "silu in place",
+        "route",
+    )
 )
+EVERY_LAYER = (NORM, NORM_OF_PICKS, SWIGLU, GATHER, ROUTE)
 OP = "elementwise"
 LAYERS, LIGHTNING_LAYERS = 8, 7
 """Of the slice of M1 that a GPU holds."""
@@ -47,15 +60,38 @@ def pass_cases() -> Iterator[Case]:
             (NORM, partial(_norm, False)),
             (NORM_OF_PICKS, partial(_norm, True)),
             (SWIGLU, _swiglu),
+            (ROUTE, _route),
         ):
             yield case_of(OP, name, impl, partial(_in_mode, run, is_fused))
+    for num_tokens in EXPERT_TOKENS:
+        for impl, experts in ((OURS, looped_picks), (GROUPED, grouped_picks)):
+            run_experts = partial(_experts, experts, num_tokens)
+            yield case_of("moe_prefill", experts_name(num_tokens), impl, run_experts)
     yield case_of(OP, GATHER, OURS, _gather)
     yield case_of(OP, SILU, OURS, _silu)
 
 
+def experts_name(num_tokens: int) -> str:
+    return f"T={num_tokens} of {NUM_EXPERTS} experts top {NUM_CHOSEN}, terms apart"
+
+
+@torch.no_grad()
+def _experts(
+    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object], num_tokens: int
+) -> Row:
+    """Sort, gather, both products and SwiGLU, without gradients; the floor is the products'."""
+    x = normal(num_tokens, HIDDEN)
+    w13 = normal(NUM_EXPERTS, 2 * INNER, HIDDEN).mul_(HIDDEN**-0.5)
+    w2 = normal(NUM_EXPERTS, HIDDEN, INNER).mul_(INNER**-0.5)
+    chosen = torch.rand(num_tokens, NUM_EXPERTS, device="cuda").topk(NUM_CHOSEN).indices
+    weight = torch.rand(num_tokens, NUM_CHOSEN, device="cuda")
+    ms = cold_ms(lambda: experts(x, w13, w2, weight, chosen), spend_ms=600)
+    return row_of(ms=ms, num_flops=6 * num_tokens * NUM_CHOSEN * HIDDEN * INNER)
+
+
 def slice_ms(report: Report) -> float | None:
     """All passes of the slice's layers; None while one of them is not measured."""
-    per_layer = [report.time_of(OP, name) for name in (NORM, NORM_OF_PICKS, SWIGLU, GATHER)]
+    per_layer = [report.time_of(OP, name) for name in EVERY_LAYER]
     of_lightning = [report.time_of(OP, SILU), report.time_of("gated_rms_norm", NORM_NAME)]
     total = 0.0
     for times, layers in ((per_layer, LAYERS), (of_lightning, LIGHTNING_LAYERS)):
@@ -87,6 +123,12 @@ def _norm(has_picks: bool) -> Row:
 def _swiglu() -> Row:
     h, weight = normal(NUM_PICKS, 2 * INNER), torch.rand(NUM_PICKS, 1, device="cuda")
     return row_of(ms=cold_ms(lambda: swiglu_weighted(h, weight)), num_bytes=3 * h.numel())
+
+
+def _route() -> Row:
+    """Each token is read once; the products are next to nothing."""
+    x, gate = normal(TOKENS, HIDDEN), torch.randn(NUM_EXPERTS, HIDDEN, device="cuda")
+    return row_of(ms=cold_ms(lambda: route(x, gate, NUM_CHOSEN)), num_bytes=x.numel() * 2)
 
 
 def _gather() -> Row:

@@ -26,7 +26,8 @@ from m1serve.kernels.benchmark.layer_cases import (
 from m1serve.kernels.benchmark.report import OURS, Row
 from m1serve.kernels.benchmark.timing import graph_ms
 from m1serve.kernels.linear import fp32_logits, linear
-from m1serve.kernels.moe import experts, grouped_picks, route
+from m1serve.kernels.moe import experts, route
+from m1serve.kernels.moe_sorted import grouped_picks
 from m1serve.kernels.residual import Picks
 
 BATCHES = (1, 8, 32, 128)

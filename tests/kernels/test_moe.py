@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from m1serve.kernels.moe import Grouped, dense, grouped_experts, looped, route
+from m1serve.kernels.moe import dense, grouped_experts, looped, route
+from m1serve.kernels.moe_sorted import Grouped, looped_picks
 
 N, E, FF, X, P = 23, 16, 24, 5, 2
 
@@ -123,6 +124,19 @@ def test_bf16_stays_within_its_rounding() -> None:
         out_and_grads(grouped, given), out_and_grads(by_hand, given), strict=True
     ):
         assert worst(got, wanted) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_chosen", [1, 2])
+def test_a_product_an_expert_gives_the_terms_of_the_grouped_one(
+    dtype: torch.dtype, num_chosen: int
+) -> None:
+    given = inputs(64, num_chosen, dtype=dtype)
+    got = looped_picks(*given)
+    assert got.y_ME.shape == (64 * num_chosen, E)
+    assert worst(got.total(), by_hand(*given)) < (2e-2 if dtype == torch.bfloat16 else 2e-6)
+    crowded = (*given[:4], torch.full_like(given[4], 3))
+    assert worst(looped_picks(*crowded).total(), by_hand(*crowded)) < 2e-2
 
 
 def test_no_tokens_give_no_rows_and_carry_gradients() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from m1serve.kernels.moe import Grouped, experts, grouped_experts
+from m1serve.kernels.moe import MIN_LOOPED_PICKS, experts, grouped_experts
+from m1serve.kernels.moe_sorted import Grouped
 from m1serve.kernels.residual import Picks
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -164,6 +165,17 @@ def test_a_gpu_chooses_the_way_and_repeats_it_in_a_graph(num_tokens: int) -> Non
         assert torch.equal(out, grouped_experts(*given))
     with_gradients: Tensor = Grouped.apply(*given)
     assert worst(out, with_gradients.double().cpu()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_takes_a_product_an_expert_for_many_tokens() -> None:
+    given = on(torch.device("cuda"), inputs(16 * MIN_LOOPED_PICKS, sizes=(64, 128, 32)))
+    with torch.no_grad():
+        got = grouped_experts(*given)
+        assert torch.equal(grouped_experts(*given), got)
+    wanted: Tensor = Grouped.apply(*given)
+    assert worst(got, wanted.double().cpu()) < 1e-2
 
 
 @pytest.mark.gpu

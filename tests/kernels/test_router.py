@@ -9,13 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from m1serve.kernels.moe import Routes, route
+from m1serve.kernels.moe import Routes, many_logits, route
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 
 def chosen_by_kernel(x_NE: Tensor, gate_XE: Tensor, num_chosen: int) -> Routes:
-    from m1serve.kernels.router_triton import choose
+    from m1serve.kernels.router_triton import choose, few_logits
 
-    return Routes(*choose(x_NE, gate_XE, num_chosen))
+    return Routes(*choose(few_logits(x_NE, gate_XE), num_chosen))
 
 
 def inputs(
@@ -89,10 +94,23 @@ def test_no_tokens_have_no_routes(device: torch.device) -> None:
     assert [len(t) for t in chosen_by_kernel(x, gate, 2)] == [0, 0, 0]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_gpu_routes_alike_with_and_without_gradients() -> None:
-    x, gate = inputs(256, 6144, 32, torch.device("cuda"))
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", [pytest.param("cuda", marks=GPU), "cpu"])
+def test_many_tokens_meet_an_fp32_gate_in_three_exact_pieces(
+    where: str, gate_dtype: torch.dtype
+) -> None:
+    x, gate = inputs(300, 512, 32, torch.device(where))
+    gate = (gate * 1.2345).to(gate_dtype)
+    exact = x.double() @ gate.double().t()
+    with torch.no_grad():
+        got = many_logits(x, gate)
+    assert got.dtype == torch.float32
+    assert (got - exact).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("num_tokens", [pytest.param(n, marks=GPU) for n in (256, 1000)])
+def test_a_gpu_routes_alike_with_and_without_gradients(num_tokens: int) -> None:
+    x, gate = inputs(num_tokens, 6144, 32, torch.device("cuda"))
     with torch.no_grad():
         got = route(x, gate, 2)
     wanted = route(x, gate, 2)
