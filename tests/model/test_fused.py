@@ -46,3 +46,39 @@ def test_a_gpu_serves_bf16_as_exactly_as_torch_trains_it(postnorm: bool) -> None
     errors = [(logits - wanted).abs().mean() for logits in (served, trained)]
     assert errors[0] < 1.3 * errors[1] + 1e-4
     assert errors[0] < 0.02 * wanted.std()
+
+
+def launches_of_a_step(num_layers: int) -> int:
+    """Kernels of one decode step of a bf16 model of lightning layers."""
+    from torch.profiler import ProfilerActivity, profile
+
+    config = replace(
+        tiny_config(64),
+        num_hidden_layers=num_layers,
+        attn_type_list=(0,) * num_layers,
+        hidden_size=256,
+        num_attention_heads=4,
+        head_dim=128,
+    )
+    model = random_model(config).to(torch.bfloat16).cuda()
+    for block in model.blocks:
+        block.block_sparse_moe.gate.float()
+    ids = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    with torch.no_grad():
+        pool = SequenceState.allocate(config, 1, 64, device="cuda", dtype=torch.bfloat16)
+        model.hidden(ids, pool)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            model.hidden(ids, pool)
+            torch.cuda.synchronize()
+    on_device = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return len([e for e in on_device if not e.name.startswith(("Memcpy", "Memset"))])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_decode_step_is_eleven_launches_a_lightning_layer() -> None:
+    few, many = launches_of_a_step(2), launches_of_a_step(6)
+    if not few:
+        pytest.skip("the profiler sees no kernels here")
+    assert (many - few) / 4 <= 11
