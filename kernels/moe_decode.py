@@ -105,7 +105,7 @@ def up_kernel(
     i_R = tl.arange(0, ROWS)
     inner_R = tl.minimum(tl.program_id(0) * HALF + i_R % HALF, num_inner - 1)
     row_R = inner_R + tl.where(i_R < HALF, 0, num_inner)
-    w_ptr_R = w13_X2FE + expert * (2 * num_hidden) * num_inner + row_R * num_hidden
+    w_ptr_R = w13_X2FE + (expert * (2 * num_inner) + row_R) * num_hidden
     i_F = tl.program_id(0) * HALF + tl.arange(0, HALF)
     for start in range(0, count, BLOCK_B):
         pick_B, real_B = _tile(chosen_M, num_picks, expert, start, count, BLOCK_B, CHUNK)
@@ -143,7 +143,7 @@ def down_kernel(
     expert, count = _slot(chosen_M, num_picks, num_experts, BY_PICK, BLOCK_M)
     i_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_R = tl.minimum(i_R, num_hidden - 1)
-    w_ptr_R = w2_XEF + expert * num_hidden * num_inner + row_R * num_inner
+    w_ptr_R = w2_XEF + (expert * num_hidden + row_R) * num_inner
     # the weights' first columns come while `up_kernel` ends
     if WAIT and count > 0:
         at_L = tl.minimum(tl.arange(0, AHEAD) * LINE, num_inner - 1)
