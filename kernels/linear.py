@@ -17,7 +17,7 @@ from m1serve.kernels.checks import check_devices
 from m1serve.kernels.residual import is_fused
 
 MAX_TOKENS = 64
-"""More are torch's: a product of its own makes better use of the tensor cores then."""
+"""More are torch's, whose tiles are made for them."""
 
 
 def linear(x: Tensor, weight_OE: Tensor) -> Tensor:

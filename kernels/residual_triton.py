@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from m1serve.kernels.after_triton import pdl, release, wait
+from m1serve.kernels.after_triton import bring_to_l2, pdl, release, wait
 from m1serve.kernels.moe_decode import gated
 from m1serve.kernels.norm_triton import tiling
 from m1serve.kernels.residual import Normed, Picks, Sum
 
 VALUES_A_THREAD = 32
+FEW_TOKENS = 64
+"""Of a step whose norms wait for the weight, which the layers before have driven out of L2."""
 SWIGLU_ROWS, SWIGLU_COLUMNS = 4, 1024
 
 
@@ -44,6 +46,7 @@ def fused_norm(x: Tensor | Sum, weight_E: Tensor, eps: float, *, keeps_sum: bool
                 TERMS=num_chosen,
                 PLACED=place_M is not None,
                 KEEPS=keeps_sum,
+                AHEAD=N <= FEW_TOKENS,
                 **tiling(E, values_a_thread=VALUES_A_THREAD),
                 **pdl(first),
             )
@@ -103,11 +106,14 @@ def norm_kernel(
     TERMS: tl.constexpr,
     PLACED: tl.constexpr,
     KEEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_I: tl.constexpr,
     WAIT: tl.constexpr,
 ):
     """A token a program. No TERMS: there is only the residual."""
     release(WAIT)
+    if WAIT and AHEAD and BLOCK_I >= 64:
+        bring_to_l2(weight_E + tl.minimum(tl.arange(0, BLOCK_I // 64) * 64, num_hidden - 1))
     wait(WAIT)
     n = tl.program_id(0).to(tl.int64)
     i_E = tl.arange(0, BLOCK_I)

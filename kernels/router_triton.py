@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from m1serve.kernels.after_triton import pdl, release, wait
+from m1serve.kernels.after_triton import bring_to_l2, pdl, release, wait
 
 MAX_DEPTH = 8192
 WARPS = 16
@@ -89,8 +89,12 @@ def logits_kernel(
 ):
     """One expert and R tokens: a lane adds products of its own K, then lanes are added."""
     release(WAIT)
-    wait(WAIT)
     x = tl.program_id(0)
+    if WAIT and DEPTH >= 32:
+        # fp32: 32 in a line of L2
+        line_L = tl.minimum(tl.arange(0, DEPTH // 32) * 32, num_hidden - 1)
+        bring_to_l2(gate_XE + x * num_hidden + line_L)
+    wait(WAIT)
     i_R = tl.program_id(1) * R + tl.arange(0, R)
     i_K = tl.arange(0, DEPTH)
     real_R = i_R < num_tokens

@@ -233,6 +233,7 @@ def residual_case(kernel: str, dtype: str, terms: int, inner: int, block_i: int)
             "TERMS": terms,
             "PLACED": terms > 1,
             "KEEPS": terms > 1,
+            "AHEAD": terms < 2,
             "BLOCK_I": block_i,
             "ROWS": 4,
             "COLUMNS": 1024,
