@@ -71,6 +71,22 @@ def many_logits(x_NE: Tensor, gate_XE: Tensor) -> Tensor:
         return logits_N3X[:, 2] + logits_N3X[:, 1] + logits_N3X[:, 0]
 
 
+def routed_experts(
+    x_NE: Tensor, gate_XE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, num_chosen: int
+) -> Tensor | Picks:
+    """`experts` of the experts that `route` chooses; one token's choose themselves, on Hopper."""
+    if len(x_NE) == 1 and is_fused(x_NE) and _has_grouped_mm(x_NE, w13_X2FE, w2_XEF):
+        from m1serve.kernels.moe_single import one_token_picks
+        from m1serve.kernels.router_triton import few_logits
+
+        logits_1X = few_logits(x_NE, gate_XE)
+        return Picks(
+            one_token_picks(x_NE, w13_X2FE, w2_XEF, logits_1X, num_chosen), None, num_chosen
+        )
+    weight_NP, chosen_NP, _ = route(x_NE, gate_XE, num_chosen)
+    return experts(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
+
+
 def grouped_experts(
     x_NE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, weight_NP: Tensor, chosen_NP: Tensor
 ) -> Tensor:

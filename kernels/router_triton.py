@@ -129,15 +129,23 @@ def choice_kernel(
     i_P = tl.arange(0, BLOCK_P)
     real_X = i_X < num_experts
     logit_X = tl.load(logits_NX + n * num_experts + i_X, mask=real_X, other=float("-inf"))
+    weight_P, chosen_P, p_X = chosen_of(logit_X, i_X, real_X, i_P, P, BLOCK_X)
+    tl.store(p_NX + n * num_experts + i_X, p_X, mask=real_X)
+    tl.store(weight_NP + n * P + i_P, weight_P, mask=i_P < P)
+    tl.store(chosen_NP + n * P + i_P, chosen_P.to(tl.int64), mask=i_P < P)
+
+
+@triton.jit
+def chosen_of(logit_X, i_X, real_X, i_P, P: tl.constexpr, BLOCK_X: tl.constexpr):
+    """Weights, experts and all probabilities of one token, as `choose` says."""
     number_X = tl.where(logit_X == logit_X, logit_X, float("-inf"))
     e_X = tl.exp(logit_X - tl.maximum(tl.max(number_X, 0), -1e38))
     p_X = e_X / tl.sum(e_X, 0)
-    tl.store(p_NX + n * num_experts + i_X, p_X, mask=real_X)
     # NaN is below every probability, so that a token of NaN takes the first experts
     left_X = tl.where(real_X & (p_X == p_X), p_X, -1.0)
     is_left_X = real_X
-    weight_P = tl.zeros([BLOCK_P], dtype=tl.float32)
-    chosen_P = tl.zeros([BLOCK_P], dtype=tl.int32)
+    weight_P = i_P.to(tl.float32) * 0.0
+    chosen_P = i_P * 0
     for pick in tl.static_range(P):
         is_best_X = is_left_X & (left_X == tl.max(tl.where(is_left_X, left_X, -1.0), 0))
         at = tl.min(tl.where(is_best_X, i_X, BLOCK_X), 0)
@@ -145,6 +153,4 @@ def choice_kernel(
         weight_P = tl.where(i_P == pick, weight, weight_P)
         chosen_P = tl.where(i_P == pick, at, chosen_P)
         is_left_X = is_left_X & (i_X != at)
-    weight_P = weight_P / tl.sum(weight_P, 0)
-    tl.store(weight_NP + n * P + i_P, weight_P, mask=i_P < P)
-    tl.store(chosen_NP + n * P + i_P, chosen_P.to(tl.int64), mask=i_P < P)
+    return weight_P / tl.sum(weight_P, 0), chosen_P, p_X

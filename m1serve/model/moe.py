@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from m1serve.kernels.moe import experts, route
+from m1serve.kernels.moe import experts, route, routed_experts
 from m1serve.kernels.residual import Picks
 from m1serve.model.config import M1Config
 from m1serve.model.linear import Linear
@@ -29,9 +29,12 @@ class SparseMoE(nn.Module):
     def forward(self, g_BTE: Tensor) -> Tensor | Picks:
         """As g; where kernels serve, the terms that the next norm adds."""
         x_NE = g_BTE.reshape(-1, g_BTE.shape[-1])
-        weight_NP, chosen_NP, p_NX = route(x_NE, self.gate.weight, self.num_chosen)
+        w13_X2FE, w2_XEF = self.w13_X2FE, self.w2_XEF
         if self.training:
+            weight_NP, chosen_NP, p_NX = route(x_NE, self.gate.weight, self.num_chosen)
             share_X = F.one_hot(chosen_NP, p_NX.shape[-1]).float().sum(1).mean(0)
             self.balance = p_NX.shape[-1] * (share_X * p_NX.mean(0)).sum()
-        out = experts(x_NE, self.w13_X2FE, self.w2_XEF, weight_NP, chosen_NP)
+            out = experts(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
+        else:
+            out = routed_experts(x_NE, self.gate.weight, w13_X2FE, w2_XEF, self.num_chosen)
         return out if isinstance(out, Picks) else out.view_as(g_BTE)

@@ -215,6 +215,30 @@ def experts_case(kernel: str, num_tokens: int, is_even: bool, by_pick: bool) -> 
     )
 
 
+def single_case(kernel: str) -> Case:
+    """As `moe_single.one_token_picks` launches them."""
+    return Case(
+        name=f"experts-{kernel}",
+        module="m1serve.kernels.moe_single",
+        kernel=kernel,
+        num_stages=5,
+        arguments={
+            **dict.fromkeys(("x_1E", "w13_X2FE", "w2_XEF", "z_PF", "y_PE"), "*bf16/16"),
+            "logits_1X": "*fp32/16",
+            **dict.fromkeys(("num_hidden", "num_inner", "num_experts"), "i32/16"),
+            "AHEAD": 16,
+            "EVEN": True,
+            "P": 2,
+            "BLOCK_P": 2,
+            "BLOCK_X": 32,
+            "BLOCK_B": 16,
+            "ROWS": 64,
+            "DEPTH": 128,
+            "WAIT": True,
+        },
+    )
+
+
 def residual_case(kernel: str, dtype: str, terms: int, inner: int, block_i: int) -> Case:
     """As `residual_triton` launches them: several terms lie at places, and their sum is kept."""
     rows = ("residual_NE", "y_ME", "weight_E", "sum_NE", "normed_NE", "out_NE", "h_M2F", "z_MF")
@@ -359,6 +383,8 @@ CASES = [
     linear_case(64, 6144, num_stages=3),
     linear_case(16, 1024, num_stages=7),
     linear_case(64, 1024, num_stages=3),
+    single_case("up_one_kernel"),
+    single_case("down_one_kernel"),
     rotary_case("bf16"),
     router_case("logits_kernel", "bf16", 1),
     router_case("logits_kernel", "bf16", 2),

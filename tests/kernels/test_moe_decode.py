@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from m1serve.kernels.moe import MIN_LOOPED_PICKS, experts, grouped_experts
+from m1serve.kernels.moe import MIN_LOOPED_PICKS, experts, grouped_experts, route, routed_experts
 from m1serve.kernels.moe_sorted import Grouped
 from m1serve.kernels.residual import Picks
 
@@ -134,6 +134,25 @@ def test_tiles_of_a_crowded_expert_leave_no_trace(device: torch.device) -> None:
     assert torch.equal(decoded((x, w13, w2, weight, chosen))[1::2], crowded[1::2])
 
 
+@pytest.mark.parametrize(
+    ("num_chosen", "sizes"), [(2, (256, 64, 32)), (1, (E, FF, X)), (3, (72, 40, X))]
+)
+def test_one_token_chooses_its_experts_itself(
+    device: torch.device, num_chosen: int, sizes: tuple[int, int, int]
+) -> None:
+    from m1serve.kernels.moe_single import one_token_picks
+    from m1serve.kernels.router_triton import choose
+
+    x, w13, w2, _, _ = on(device, inputs(1, sizes=sizes))
+    draws = torch.randn(1, sizes[2], generator=torch.Generator().manual_seed(2))
+    for logits in (draws.to(device), torch.full_like(draws, torch.nan).to(device)):
+        weight, chosen, _ = choose(logits, num_chosen)
+        got = one_token_picks(x, w13, w2, logits, num_chosen)
+        wanted = decoded((x, w13, w2, weight, chosen))
+        assert torch.equal(Picks(got, None, num_chosen).total().isnan(), wanted.isnan())
+        assert torch.equal(Picks(got, None, num_chosen).total().nan_to_num(), wanted.nan_to_num())
+
+
 def test_an_expert_that_does_not_exist_is_not_read(device: torch.device) -> None:
     x, w13, w2, weight, chosen = on(device, inputs(3))
     wanted = decoded((x, w13, w2, weight, chosen))
@@ -163,6 +182,12 @@ def test_a_gpu_chooses_the_way_and_repeats_it_in_a_graph(num_tokens: int) -> Non
         given[4].copy_((given[4] + 1) % 32)
         graph.replay()
         assert torch.equal(out, grouped_experts(*given))
+        gate = torch.randn(32, 1024, device="cuda")
+        weight, chosen, _ = route(given[0], gate, 2)
+        itself = routed_experts(given[0], gate, given[1], given[2], 2)
+        assert isinstance(itself, Picks)
+        told = grouped_experts(*given[:3], weight, chosen)
+        assert torch.equal(itself.total(), told)
     with_gradients: Tensor = Grouped.apply(*given)
     assert worst(out, with_gradients.double().cpu()) < 1e-2
 

@@ -49,7 +49,7 @@ def test_a_gpu_serves_bf16_as_exactly_as_torch_trains_it(postnorm: bool) -> None
 
 
 def launches_of_a_step(num_layers: int) -> int:
-    """Kernels of one decode step of a bf16 model of lightning layers."""
+    """Kernels of one row's decode step of a bf16 model of lightning layers."""
     from torch.profiler import ProfilerActivity, profile
 
     config = replace(
@@ -77,8 +77,8 @@ def launches_of_a_step(num_layers: int) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_decode_step_is_eleven_launches_a_lightning_layer() -> None:
+def test_a_row_alone_takes_ten_launches_a_lightning_layer() -> None:
     few, many = launches_of_a_step(2), launches_of_a_step(6)
     if not few:
         pytest.skip("the profiler sees no kernels here")
-    assert (many - few) / 4 <= 11
+    assert (many - few) / 4 <= 10
