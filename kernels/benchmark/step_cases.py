@@ -26,7 +26,7 @@ from m1serve.kernels.benchmark.layer_cases import (
 from m1serve.kernels.benchmark.report import OURS, Row
 from m1serve.kernels.benchmark.timing import graph_ms
 from m1serve.kernels.linear import fp32_logits, linear
-from m1serve.kernels.moe import experts, route
+from m1serve.kernels.moe import experts, route, routed_experts
 from m1serve.kernels.moe_sorted import grouped_picks
 from m1serve.kernels.residual import Picks
 
@@ -34,12 +34,14 @@ BATCHES = (1, 8, 32, 128)
 PROJECTIONS = {"qkv": (24576, 6144), "gate": (8192, 6144), "out": (6144, 8192), "k": (1024, 6144)}
 VOCABS = (32768, 200064)
 GROUPED, TORCH = "torch, grouped", "torch"
+TWO_CALLS = "route, then experts"
 NUM_DRAWS = 8
 """Choices of experts, or of tokens, that one graph runs through."""
 EXPERT_BYTES = 3 * HIDDEN * INNER * 2
 
 Product = Callable[[Tensor, Tensor], object]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]
+Routed = Callable[[Tensor, Tensor, Tensor, Tensor, int], object]
 
 
 def step_cases() -> Iterator[Case]:
@@ -74,6 +76,30 @@ def _expert_cases() -> Iterator[Case]:
             yield case_of(
                 "moe_decode", experts_name(num_tokens), impl, partial(experts_row, run, num_tokens)
             )
+
+    for impl, routed in ((OURS, routed_experts), (TWO_CALLS, _route_then_experts)):
+        run_routed = partial(_routed_row, routed)
+        yield case_of(
+            "moe_routed", f"N=1 of {NUM_EXPERTS} experts top {NUM_CHOSEN}", impl, run_routed
+        )
+
+
+def _route_then_experts(
+    x_NE: Tensor, gate_XE: Tensor, w13_X2FE: Tensor, w2_XEF: Tensor, num_chosen: int
+) -> Tensor | Picks:
+    weight_NP, chosen_NP, _ = route(x_NE, gate_XE, num_chosen)
+    return experts(x_NE, w13_X2FE, w2_XEF, weight_NP, chosen_NP)
+
+
+@torch.no_grad()
+def _routed_row(run: Routed) -> Row:
+    """One token through the router and its experts."""
+    w13 = normal(NUM_EXPERTS, 2 * INNER, HIDDEN).mul_(HIDDEN**-0.5)
+    w2 = normal(NUM_EXPERTS, HIDDEN, INNER).mul_(INNER**-0.5)
+    gates = [torch.randn(NUM_EXPERTS, HIDDEN, device="cuda") for _ in range(NUM_DRAWS)]
+    calls = [partial(run, normal(1, HIDDEN), gate, w13, w2, NUM_CHOSEN) for gate in gates]
+    num_bytes = NUM_CHOSEN * EXPERT_BYTES + gates[0].numel() * 4
+    return row_of(ms=graph_ms(calls), num_bytes=num_bytes)
 
 
 def _grouped(
