@@ -338,7 +338,96 @@ def rotary_case(dtype: str) -> Case:
     )
 
 
+def paged_case(dtype: str, head_dim: int, num_kv_heads: int, page_tokens: int) -> Case:
+    """As `paged_triton.decode` launches it; the widths are its `tiling`."""
+    is_fp32 = dtype == "fp32"
+    block_n = 32 if is_fp32 or head_dim > 128 else 64
+    strides = ("q_row", "q_head", "key_page", "value_page")
+    return Case(
+        name=f"paged-{dtype}-D{head_dim}-S{page_tokens}",
+        module="m1serve.kernels.paged_triton",
+        kernel="split_kernel",
+        num_stages=2 if is_fp32 else 3,
+        arguments={
+            **dict.fromkeys(("q_BHD", "key_PKSD", "value_PKSD"), f"*{dtype}/16"),
+            **dict.fromkeys(("part_BHCD", "lse_BHC"), "*fp32/16"),
+            "page_BM": "*i32/16",
+            "length_B": "*i64/16",
+            **dict.fromkeys(strides, "i32/16"),
+            **dict.fromkeys(("num_rows", "num_pages", "max_tokens", "num_splits"), "i32"),
+            **dict.fromkeys(("num_group", "page_row"), "i32"),
+            "scale": "fp32",
+            "K": num_kv_heads,
+            "S": page_tokens,
+            "D": head_dim,
+            "BLOCK_G": 16,
+            "BLOCK_B": 128,
+            "BLOCK_N": block_n,
+            "MIN_TILES": 2,
+            "PRECISION": "ieee" if is_fp32 else "tf32",
+            "WAIT": True,
+        },
+    )
+
+
+def join_case(dtype: str, head_dim: int) -> Case:
+    return Case(
+        name=f"paged-join-{dtype}-D{head_dim}",
+        module="m1serve.kernels.paged_triton",
+        kernel="join_kernel",
+        arguments={
+            **dict.fromkeys(("part_BHCD", "lse_BHC"), "*fp32/16"),
+            "o_BHD": f"*{dtype}/16",
+            "length_B": "*i64/16",
+            **dict.fromkeys(("max_tokens", "num_splits"), "i32"),
+            **dict.fromkeys(("o_row", "o_head"), "i32/16"),
+            "H": 64,
+            "D": head_dim,
+            "BLOCK_N": 64,
+            "BLOCK_C": 32,
+            "MIN_TILES": 2,
+            "WAIT": True,
+        },
+    )
+
+
+def page_copy_case(kernel: str, dtype: str, index: str) -> Case:
+    """As `paged_copy_triton` launches them."""
+    strides = ("key_page", "value_page", "pool_page", "k_row", "k_head", "v_row", "v_head")
+    pointers = ("key_PKSD", "value_PKSD", "k_NKD", "v_NKD", "pool_PKSD", "out_KLD")
+    return Case(
+        name=f"{kernel}-{dtype}-{index}",
+        module="m1serve.kernels.paged_copy_triton",
+        kernel=kernel,
+        arguments={
+            **dict.fromkeys(pointers, f"*{dtype}/16"),
+            **dict.fromkeys(("page_N", "offset_N", "page_M"), f"*{index}/16"),
+            **dict.fromkeys(strides, "i32/16"),
+            **dict.fromkeys(("num_pages", "num_tokens"), "i32"),
+            "K": 8,
+            "S": 64,
+            "D": 128,
+            "BLOCK_K": 8,
+            "BLOCK_L": 64,
+            "WAIT": True,
+        },
+    )
+
+
 CASES = [
+    paged_case("bf16", 128, 8, 64),
+    paged_case("bf16", 128, 8, 16),
+    paged_case("bf16", 128, 1, 256),
+    paged_case("fp16", 256, 2, 16),
+    paged_case("bf16", 16, 2, 16),
+    paged_case("fp32", 128, 8, 64),
+    paged_case("fp32", 32, 2, 16),
+    join_case("bf16", 128),
+    join_case("fp32", 256),
+    page_copy_case("store_kernel", "bf16", "i64"),
+    page_copy_case("store_kernel", "fp32", "i32"),
+    page_copy_case("gather_kernel", "bf16", "i64"),
+    page_copy_case("gather_kernel", "fp32", "i32"),
     logprobs_case("fold", "fp32", "i64"),
     logprobs_case("differentiate", "bf16", "i64"),
     logprobs_case("differentiate", "fp32", "i32"),
