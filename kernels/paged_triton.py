@@ -96,6 +96,27 @@ def _num_sms(device: torch.device) -> int:
 
 
 @triton.jit
+def _clamped(length, max_tokens):
+    return tl.minimum(tl.maximum(length, 0), max_tokens).to(tl.int32)
+
+
+@triton.jit
+def _splits(
+    length_B,
+    i_B,
+    num_rows,
+    max_tokens,
+    num_splits,
+    BLOCK_N: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+):
+    """Of every row; none of a row of no tokens."""
+    length_i = _clamped(tl.load(length_B + i_B, mask=i_B < num_rows, other=0), max_tokens)
+    tiles_i = _parts(length_i, BLOCK_N)
+    return _parts(tiles_i, _tiles_of_a_split(tiles_i, num_splits, MIN_TILES))
+
+
+@triton.jit
 def _tiles_of_a_split(num_tiles, num_splits, MIN_TILES: tl.constexpr):
     """0 for a row of no tokens."""
     return _parts(num_tiles, tl.minimum(_parts(num_tiles, MIN_TILES), num_splits))
@@ -146,22 +167,18 @@ def split_kernel(
     i_N = tl.arange(0, BLOCK_N)
     real_G = i_G < num_group
     real_GD = real_G[:, None] & (i_D < D)[None, :]
-    length_i = tl.load(length_B + i_B, mask=i_B < num_rows, other=0)
-    length_i = tl.minimum(tl.maximum(length_i, 0), max_tokens).to(tl.int32)
-    tiles_i = _parts(length_i, BLOCK_N)
-    each_i = _tiles_of_a_split(tiles_i, num_splits, MIN_TILES)
-    splits_i = _parts(tiles_i, each_i)
-    ends_i = tl.cumsum(splits_i, 0)
-    total = tl.sum(splits_i) * K
-    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+    total = tl.sum(_splits(length_B, i_B, num_rows, max_tokens, num_splits, BLOCK_N, MIN_TILES))
+    for item in range(tl.program_id(0), total * K, tl.num_programs(0)):
         # all heads of a split come one after another, all splits of a row, all rows
         head = item % K
         place = item // K
-        row = tl.sum((ends_i <= place).to(tl.int32))
-        own_i = i_B == row
-        split = place - tl.sum(tl.where(own_i, ends_i - splits_i, 0))
-        length = tl.sum(tl.where(own_i, length_i, 0))
-        each = tl.sum(tl.where(own_i, each_i, 0)) * BLOCK_N
+        # counted again for each item: kept, they would cost the loop below its registers
+        splits_i = _splits(length_B, i_B, num_rows, max_tokens, num_splits, BLOCK_N, MIN_TILES)
+        before_i = tl.cumsum(splits_i, 0) <= place
+        row = tl.sum(before_i.to(tl.int32))
+        split = place - tl.sum(tl.where(before_i, splits_i, 0))
+        length = _clamped(tl.load(length_B + row), max_tokens)
+        each = _tiles_of_a_split(_parts(length, BLOCK_N), num_splits, MIN_TILES) * BLOCK_N
         start = split * each
         end = tl.minimum(start + each, length)
         row = row.to(tl.int64)
@@ -223,8 +240,7 @@ def join_kernel(
     wait(WAIT)
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_C, i_D = tl.arange(0, BLOCK_C), tl.arange(0, D)
-    length = tl.minimum(tl.maximum(tl.load(length_B + row), 0), max_tokens).to(tl.int32)
-    num_tiles = _parts(length, BLOCK_N)
+    num_tiles = _parts(_clamped(tl.load(length_B + row), max_tokens), BLOCK_N)
     each = _tiles_of_a_split(num_tiles, num_splits, MIN_TILES)
     count = _parts(num_tiles, each)
     # from here on in the order of the splits: two runs give the same bits

@@ -344,7 +344,7 @@ def paged_case(dtype: str, head_dim: int, num_kv_heads: int, page_tokens: int) -
     block_n = 32 if is_fp32 or head_dim > 128 else 64
     strides = ("q_row", "q_head", "key_page", "value_page")
     return Case(
-        name=f"paged-{dtype}-D{head_dim}-S{page_tokens}",
+        name=f"paged-{dtype}-K{num_kv_heads}-D{head_dim}-S{page_tokens}",
         module="m1serve.kernels.paged_triton",
         kernel="split_kernel",
         num_stages=2 if is_fp32 else 3,
@@ -417,7 +417,7 @@ def page_copy_case(kernel: str, dtype: str, index: str) -> Case:
 CASES = [
     paged_case("bf16", 128, 8, 64),
     paged_case("bf16", 128, 8, 16),
-    paged_case("bf16", 128, 1, 256),
+    paged_case("bf16", 128, 8, 256),
     paged_case("fp16", 256, 2, 16),
     paged_case("bf16", 16, 2, 16),
     paged_case("fp32", 128, 8, 64),
