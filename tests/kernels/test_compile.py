@@ -414,7 +414,28 @@ def page_copy_case(kernel: str, dtype: str, index: str) -> Case:
     )
 
 
+def softmax_join_case(dtype: str, head_dim: int) -> Case:
+    strides = [f"{part}_{dim}" for part in "ab" for dim in ("row", "head", "lse_head")]
+    return Case(
+        name=f"softmax-join-{dtype}-{head_dim}",
+        module="m1serve.kernels.softmax_triton",
+        kernel="join_parts_kernel",
+        arguments={
+            **dict.fromkeys(("a_THD", "b_THD"), f"*{dtype}/16"),
+            **dict.fromkeys(("a_lse_HT", "b_lse_HT"), "*fp32/16"),
+            **dict.fromkeys(strides, "i32/16"),
+            "num_tokens": "i32",
+            "D": head_dim,
+            "BLOCK_D": 1 << (head_dim - 1).bit_length(),
+            "BLOCK_T": 16,
+            "WAIT": True,
+        },
+    )
+
+
 CASES = [
+    softmax_join_case("bf16", 128),
+    softmax_join_case("fp16", 40),
     paged_case("bf16", 128, 8, 64),
     paged_case("bf16", 128, 8, 16),
     paged_case("bf16", 128, 8, 256),
