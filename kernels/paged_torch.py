@@ -22,16 +22,19 @@ def decode(
 ) -> None:
     """`paged.paged_decode` into `o_BHD`.
 
-    Rows are attended to together with those whose numbers of pages round up to the same power of
-    two, so that one long row does not pad the others to its length.
+    All rows at once where padding to the longest at most doubles what is read; else those together
+    whose numbers of pages lie between the same powers of two.
     """
     S = key_PKSD.shape[2]
     lengths: list[int] = length_B.tolist()
     _check_lengths(lengths, page_BM.shape[1] * S)
+    counts = [-(-length // S) for length in lengths]
+    is_even = max(counts) * len(counts) <= 2 * sum(counts)
     groups: dict[int, list[int]] = {}
-    for row, length in enumerate(lengths):
-        groups.setdefault((-(-length // S) - 1).bit_length() if length else -1, []).append(row)
-    o_BHD[groups.pop(-1, [])] = 0
+    for row, count in enumerate(counts):
+        group = 0 if not count else 1 if is_even else count.bit_length() + 1
+        groups.setdefault(group, []).append(row)
+    o_BHD[groups.pop(0, [])] = 0
     for rows in groups.values():
         M = -(-max(lengths[row] for row in rows) // S)
         if len(rows) == len(lengths):
