@@ -5,6 +5,7 @@ pass joins the two; the rest is blocked over queries with a mask.
 Shapes: T tokens of the chunk, L tokens before it, H query heads, K kv heads, G = H/K, D head dim.
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 from dataclasses import dataclass

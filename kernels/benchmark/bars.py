@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from m1serve.kernels.benchmark import pass_cases
+from m1serve.kernels.benchmark import pass_cases, softmax_cases
 from m1serve.kernels.benchmark.cases import (
     FIRST,
     LAST,
@@ -66,6 +66,7 @@ def bars(report: Report) -> list[Bar]:
     found.append(Bar(name="share, moe_prefill " + name, value=share, sense=">=", wanted=0.82))
     name = "ms, passes of 8 layers at 64K tokens"
     found.append(Bar(name=name, value=pass_cases.slice_ms(report), sense="<=", wanted=60))
+    found += _softmax_bars(report)
     failed = float(len(report.failed_checks)) if report.checks else None
     found.append(Bar(name="failed checks", value=failed, sense="<=", wanted=0))
     return found
@@ -101,6 +102,16 @@ def _logprob_bars(report: Report) -> Iterator[Bar]:
     yield Bar(name=f"{op} over {FOUR_GEMMS}", value=ratio, sense="<=", wanted=1.2)
     beyond = report.extra_of(op, LOGPROBS_NAME, "peak_gib_beyond")
     yield Bar(name=f"GiB, {op} beyond results", value=beyond, sense="<=", wanted=1.0)
+
+
+def _softmax_bars(report: Report) -> Iterator[Bar]:
+    # 15 % of a batch-1 step of 2.5 ms, of which one layer in eight is softmax attention
+    added = softmax_cases.added_decode_ms(report)
+    yield Bar(name="ms, decode at 256K beyond 1K", value=added, sense="<=", wanted=0.375)
+    for num_past in softmax_cases.PASTS:
+        name = "TFLOP/s, softmax prefill " + softmax_cases.softmax_name(num_past)
+        rate = softmax_cases.prefill_tflop_s(report, num_past)
+        yield Bar(name=name, value=rate, sense=">=", wanted=640)
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float | None:

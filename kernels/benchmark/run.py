@@ -37,6 +37,8 @@ from m1serve.kernels.benchmark.ours import M1serve
 from m1serve.kernels.benchmark.peers import PEERS, Peer, compile_in_parallel
 from m1serve.kernels.benchmark.pool_checks import pool_checks
 from m1serve.kernels.benchmark.report import Check, Report, Row, read_report
+from m1serve.kernels.benchmark.softmax_cases import softmax_cases
+from m1serve.kernels.benchmark.softmax_checks import softmax_checks
 from m1serve.kernels.benchmark.step_cases import GROUPED, TORCH
 from m1serve.kernels.benchmark.step_checks import step_checks
 from m1serve.kernels.benchmark.timing import measure_ceilings
@@ -52,6 +54,7 @@ PARTS = (
     "linear_logprobs",
     "step",
     "passes",
+    "softmax",
     "checks",
 )
 # other choices than ours: only when asked for
@@ -136,6 +139,7 @@ def our_cases(plan: Plan) -> Iterator[Case | CheckCase]:
         "linear_logprobs": layer_cases.logprob_cases(),
         "step": step_cases.step_cases(),
         "passes": pass_cases.pass_cases(),
+        "softmax": softmax_cases(),
         "tiles": tile_cases.tile_cases(),
     }
     for part in plan.only:
@@ -158,6 +162,7 @@ def all_checks(setting: Setting) -> Iterator[CheckCase]:
         isolation_checks,
         layer_checks,
         step_checks,
+        softmax_checks,
         far_checks,
     ):
         yield from checks(setting)
