@@ -351,3 +351,36 @@ def test_wrong_arguments_are_named() -> None:
         paged_store(pool.key_PKSD, pool.value_PKSD, k, k, zero, zero + 16)
     with pytest.raises(ValueError, match="k has shape"):
         paged_store(pool.key_PKSD, pool.value_PKSD, k[:, :1], k, zero, zero)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_lengths_pages_and_stored_tokens() -> None:
+    device = torch.device("cuda")
+    pool = filled([70, 5, 0], dtype=torch.bfloat16, num_kv_heads=8, head_dim=128, page_tokens=64)
+    q_BHD = queries(pool, 64).to(device)
+    key, value = pool.key_PKSD.to(device), pool.value_PKSD.to(device)
+    page_BM, length_B = pool.page_BM.to(device), pool.length_B.to(device)
+    place, page_N = torch.zeros(3, 2, dtype=torch.int64, device=device).unbind(1)
+    k_NKD, v_NKD = torch.randn(2, 3, 8, 128, device=device).bfloat16()
+
+    def step() -> Tensor:
+        paged_store(key, value, k_NKD, v_NKD, page_N.contiguous(), place.contiguous())
+        return paged_decode(q_BHD, key, value, page_BM, length_B)
+
+    page_N.fill_(-1)
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o_BHD = step()
+    graph.replay()
+    assert error_of(o_BHD, exact(q_BHD, pool)) <= 6e-3
+    # a token more for the first two rows
+    page_N.copy_(torch.stack([page_BM[0, 1], page_BM[1, 0], -torch.ones_like(page_BM[0, 0])]))
+    place.copy_(torch.tensor([6, 5, 0]))
+    length_B[:2] += 1
+    graph.replay()
+    for row in range(2):
+        pool.keys[row] = torch.cat([pool.keys[row], k_NKD[row : row + 1].cpu()])
+        pool.values[row] = torch.cat([pool.values[row], v_NKD[row : row + 1].cpu()])
+    assert error_of(o_BHD, exact(q_BHD, pool)) <= 6e-3
+    assert not bool(o_BHD[2].any())
