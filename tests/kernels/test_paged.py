@@ -354,6 +354,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_captured_step_follows_lengths_pages_and_stored_tokens() -> None:
     device = torch.device("cuda")
     pool = filled([70, 5, 0], dtype=torch.bfloat16, num_kv_heads=8, head_dim=128, page_tokens=64)
