@@ -9,6 +9,7 @@ Shapes: T tokens of the chunk, L tokens before it, H query heads, K kv heads, G 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,14 @@ class Part:
     lse_HT: Tensor
 
 
+class Attend(Protocol):
+    """Attention of q [1, H, T, D] to k and v [1, K, L, D], causal or to all of them."""
+
+    def __call__(
+        self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, is_causal: bool
+    ) -> Part: ...
+
+
 def prefill_attention(
     q_THD: Tensor,
     k_TKD: Tensor,
@@ -51,19 +60,32 @@ def prefill_attention(
     _check(q_THD, k_TKD, v_TKD, past_k_KLD, past_v_KLD)
     if not q_THD.numel():
         return torch.empty_like(q_THD)
-    q_1HTD, k_1KTD, v_1KTD = (t.transpose(0, 1)[None] for t in (q_THD, k_TKD, v_TKD))
     with torch.no_grad():
-        if not _is_fused(q_1HTD, k_1KTD, v_1KTD):
-            return _blocked(q_THD, k_TKD, v_TKD, past_k_KLD, past_v_KLD)
-        joined = _fused(q_1HTD, k_1KTD, v_1KTD, is_causal=True)
-        if past_k_KLD is not None and past_v_KLD is not None and past_k_KLD.shape[1]:
-            from m1serve.kernels.softmax_triton import join_
+        if _is_fused(*(t.transpose(0, 1)[None] for t in (q_THD, k_TKD, v_TKD))):
+            return in_parts(q_THD, k_TKD, v_TKD, past_k_KLD, past_v_KLD, _fused)
+        return _blocked(q_THD, k_TKD, v_TKD, past_k_KLD, past_v_KLD)
 
-            for k_KLD, v_KLD in zip(
-                past_k_KLD.split(PAST_TOKENS, 1), past_v_KLD.split(PAST_TOKENS, 1), strict=True
-            ):
-                join_(joined, _fused(q_1HTD, k_KLD[None], v_KLD[None], is_causal=False))
-        return joined.o_THD
+
+def in_parts(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    past_k_KLD: Tensor | None,
+    past_v_KLD: Tensor | None,
+    attend: Attend,
+    *,
+    past_tokens: int = PAST_TOKENS,
+) -> Tensor:
+    """`prefill_attention` of checked inputs: the chunk, then pieces of its past, joined into it."""
+    q_1HTD, k_1KTD, v_1KTD = (t.transpose(0, 1)[None] for t in (q_THD, k_TKD, v_TKD))
+    joined = attend(q_1HTD, k_1KTD, v_1KTD, is_causal=True)
+    if past_k_KLD is not None and past_v_KLD is not None and past_k_KLD.shape[1]:
+        from m1serve.kernels.softmax_triton import join_
+
+        pieces = (t_KLD.split(past_tokens, 1) for t_KLD in (past_k_KLD, past_v_KLD))
+        for k_KLD, v_KLD in zip(*pieces, strict=True):
+            join_(joined, attend(q_1HTD, k_KLD[None], v_KLD[None], is_causal=False))
+    return joined.o_THD
 
 
 def _is_fused(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> bool:

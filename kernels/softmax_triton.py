@@ -29,7 +29,8 @@ def join_(into: Part, other: Part) -> None:
             *(into.o_THD, other.o_THD, into.lse_HT, other.lse_HT, T),
             *into.o_THD.stride()[:2],
             *other.o_THD.stride()[:2],
-            *(into.lse_HT.stride(0), other.lse_HT.stride(0)),
+            *into.lse_HT.stride(),
+            *other.lse_HT.stride(),
             D=D,
             BLOCK_D=triton.next_power_of_2(D),
             BLOCK_T=BLOCK_T,
@@ -52,7 +53,9 @@ def join_parts_kernel(
     b_row,
     b_head,
     a_lse_head,
+    a_lse_row,
     b_lse_head,
+    b_lse_row,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -65,9 +68,9 @@ def join_parts_kernel(
     i_D = tl.arange(0, BLOCK_D)
     real_T = i_T < num_tokens
     real_TD = real_T[:, None] & (i_D < D)[None, :]
-    a_lse_ptr_T = a_lse_HT + head * a_lse_head + i_T
+    a_lse_ptr_T = a_lse_HT + head * a_lse_head + i_T * a_lse_row
     a_T = tl.load(a_lse_ptr_T, mask=real_T, other=0.0)
-    b_T = tl.load(b_lse_HT + head * b_lse_head + i_T, mask=real_T, other=0.0)
+    b_T = tl.load(b_lse_HT + head * b_lse_head + i_T * b_lse_row, mask=real_T, other=0.0)
     most_T = tl.maximum(a_T, b_T)
     weight_a_T, weight_b_T = tl.exp(a_T - most_T), tl.exp(b_T - most_T)
     total_T = weight_a_T + weight_b_T

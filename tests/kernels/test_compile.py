@@ -415,7 +415,7 @@ def page_copy_case(kernel: str, dtype: str, index: str) -> Case:
 
 
 def softmax_join_case(dtype: str, head_dim: int) -> Case:
-    strides = [f"{part}_{dim}" for part in "ab" for dim in ("row", "head", "lse_head")]
+    strides = [f"{part}_{dim}" for part in "ab" for dim in ("row", "head", "lse_head", "lse_row")]
     return Case(
         name=f"softmax-join-{dtype}-{head_dim}",
         module="m1serve.kernels.softmax_triton",

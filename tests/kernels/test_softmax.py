@@ -129,3 +129,25 @@ def test_a_part_of_no_keys_changes_nothing(device: torch.device) -> None:
     join_(into, Part(torch.zeros_like(o_THD), torch.full_like(lse_HT, -torch.inf)))
     assert torch.equal(into.o_THD, o_THD)
     torch.testing.assert_close(into.lse_HT, lse_HT)
+
+
+def cpu_flash(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, is_causal: bool) -> Part:
+    """torch's own flash kernel for CPUs stands in for those of a GPU."""
+    group = q_1HTD.shape[1] // k_1KTD.shape[1]
+    k, v = (t.repeat_interleave(group, 1) for t in (k_1KTD, v_1KTD))
+    o_1HTD, lse_1HT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_1HTD, k, v, 0.0, is_causal
+    )
+    return Part(o_1HTD[0].transpose(0, 1), lse_1HT[0])
+
+
+@pytest.mark.parametrize("past_tokens", [20, 64, 1000])
+@pytest.mark.parametrize("num_past", [0, 1, 63, 64, 130])
+def test_a_chunk_and_the_pieces_of_its_past_join_to_the_whole(
+    num_past: int, past_tokens: int, interpreter: None
+) -> None:
+    q, k, v = sequence(200)
+    past = [t[:num_past].transpose(0, 1) for t in (k, v)]
+    own = [t[num_past:] for t in (q, k, v)]
+    got = softmax.in_parts(*own, *past, cpu_flash, past_tokens=past_tokens)
+    torch.testing.assert_close(got.double(), exact(q, k, v)[num_past:], rtol=0, atol=1e-6)
