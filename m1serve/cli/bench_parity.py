@@ -1,0 +1,176 @@
+"""`m1serve bench parity`: do training and serving agree on one model, on one device? JSON out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from m1serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from m1serve.model.hybrid import M1ForCausalLM
+    from m1serve.model.parity import ParityReport
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="nano|slice|DIR",
+        help="slice: eight layers of M1's widths, random weights made on the device.",
+    ),
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="auto (bfloat16 on CUDA, else float32), bfloat16, float32.")
+]
+Rows = Annotated[int, typer.Option("--rows", min=1, help="Sequences served at once.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Sampled in each row and compared.")]
+Prompt = Annotated[
+    int, typer.Option("--prompt-tokens", min=1, help="Of a slice's random prompt; else a task's.")
+]
+Chunk = Annotated[
+    int, typer.Option("--chunk", min=1, help="Prompt tokens that serving reads at once.")
+]
+HeadScale = Annotated[
+    float, typer.Option("--head-scale", help="Of a slice's head: 1 leaves it nearly flat.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of random weights, prompts and samples.")]
+Out = Annotated[Path | None, typer.Option("--out", help="File for the JSON (standard output).")]
+
+
+def parity(
+    model: Model = "nano",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    rows: Rows = 8,
+    tokens: Tokens = 128,
+    prompt_tokens: Prompt = 1024,
+    chunk: Chunk = 256,
+    head_scale: HeadScale = 4.0,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Training's log-probabilities of tokens against those of serving, which sampled them."""
+    import torch
+
+    from m1serve.model.parity import measure_parity, serve
+
+    on, kind = _placed(device, dtype)
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: {out.parent} is no directory; make it first")
+    generator = torch.Generator(device=on).manual_seed(seed)
+    if model == "slice":
+        loaded, prompt_P = _slice(on, kind, prompt_tokens, head_scale, generator)
+    else:
+        loaded, prompt_P = _from_directory(model, on, kind, seed)
+    prompt_BP = prompt_P.expand(rows, -1)
+    served = serve(
+        loaded, prompt_BP, tokens, chunks=_chunks(len(prompt_P), chunk), generator=generator
+    )
+    report = measure_parity(loaded, served, prompt=len(prompt_P))
+    setting = {
+        "model": model,
+        "device": _device_name(on),
+        "torch": torch.__version__,
+        "dtype": str(kind).removeprefix("torch."),
+        "rows": rows,
+        "prompt_tokens": len(prompt_P),
+        "sampled_tokens": tokens,
+        "chunk": chunk,
+        "head_scale": head_scale if model == "slice" else 1.0,
+        "seed": seed,
+    }
+    _write(setting, report, out)
+
+
+def _placed(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    import torch
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device must be one of auto, cpu, cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU here; give --device cpu")
+    kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if dtype not in ("auto", *kinds):
+        raise ConfigError(f"--dtype must be one of auto, {', '.join(kinds)}, got {dtype!r}")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    by_device = torch.bfloat16 if device == "cuda" else torch.float32
+    return torch.device(device), kinds.get(dtype, by_device)
+
+
+def _slice(
+    device: torch.device,
+    dtype: torch.dtype,
+    prompt_tokens: int,
+    head_scale: float,
+    generator: torch.Generator,
+) -> tuple[M1ForCausalLM, Tensor]:
+    """Random weights and a random prompt."""
+    import torch
+
+    from m1serve.model.checkpoint import require_memory
+    from m1serve.model.slice import random_model_on, slice_config
+
+    config = slice_config()
+    require_memory(config, device=device, dtype=dtype)
+    model = random_model_on(config, device, dtype, seed=generator.initial_seed())
+    model.lm_head.weight.mul_(head_scale)
+    ids_P = torch.randint(config.vocab_size, (prompt_tokens,), generator=generator, device=device)
+    return model, ids_P
+
+
+def _from_directory(
+    name: str, device: torch.device, dtype: torch.dtype, seed: int
+) -> tuple[M1ForCausalLM, Tensor]:
+    """A model directory and a task of ours as its prompt."""
+    import torch
+
+    import m1serve.model
+    from m1serve.chat.messages import ChatMessage
+    from m1serve.chat.template import encode_prompt
+    from m1serve.chat.tokenizer import ChatTokenizer
+    from m1serve.envs.base import make_task, task_ids
+    from m1serve.model.checkpoint import load_model
+
+    path = Path(m1serve.model.__path__[0]) / "nano" if name == "nano" else Path(name)
+    if not path.is_dir():
+        raise ConfigError(f"--model {name} is neither nano, slice nor a directory")
+    task = make_task(task_ids("report", "compare", 1, seed)[0])
+    messages = [
+        ChatMessage(role="system", content=task.system),
+        ChatMessage(role="user", content=task.user),
+    ]
+    ids = encode_prompt(ChatTokenizer.load(path), messages, task.tools).ids
+    model = load_model(path, device=device, dtype=dtype)
+    return model, torch.tensor(ids, device=device)
+
+
+def _chunks(num_tokens: int, chunk: int) -> list[int]:
+    full, rest = divmod(num_tokens, chunk)
+    return [chunk] * full + [rest] * bool(rest)
+
+
+def _device_name(device: torch.device) -> str:
+    from m1serve.model.devices import device_of
+
+    found = device_of(device)
+    return str(device) if found is None else found.model
+
+
+def _write(setting: dict[str, object], report: ParityReport, out: Path | None) -> None:
+    command = shlex.join(["m1serve", *sys.argv[1:]])
+    text = json.dumps({"command": command, **setting, **asdict(report)}, indent=1)
+    if out is None:
+        print(text)
+    else:
+        out.write_text(text + "\n", encoding="utf-8")
