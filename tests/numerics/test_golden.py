@@ -103,7 +103,11 @@ def in_bf16(model: M1ForCausalLM) -> M1ForCausalLM:
 def test_bf16_is_within_the_references_own_bf16_spread(
     golden_model: Callable[..., M1ForCausalLM], golden: dict[str, Any]
 ) -> None:
-    """No further from its fp32 logits than its bf16 run is, at once or 520 and then one by one."""
+    """Not further from the fp32 logits than its bf16 run, at once or 520 and then one by one.
+
+    In the mean and at 99.9 %. The worst error is that of one token that reached other experts,
+    another one in each run: 0.37 of ours, 0.28 of the reference's.
+    """
     model, ids = in_bf16(golden_model()), golden["ids"][:1]
     wanted = golden["full"][:1]
     decoded = pieces_logits(model, ids, [0, *range(520, T + 1)])
@@ -115,4 +119,5 @@ def test_bf16_is_within_the_references_own_bf16_spread(
         spread = (reference - wanted[:, -reference.shape[1] :]).abs()
         error = (got - wanted[:, -got.shape[1] :]).abs()
         assert error.mean() <= spread.mean()
+        assert error.flatten().quantile(0.999) <= spread.flatten().quantile(0.999)
         assert error.max() <= 1.5 * spread.max()

@@ -75,11 +75,12 @@ def test_a_bf16_head_costs_agreement_that_the_fp32_head_keeps() -> None:
 
 
 class Drifting(Block):
-    """A layer that computes something else when it serves, by one part in a thousand."""
+    """A layer that computes something else when it serves, by one part in a hundred."""
 
     def forward(self, *given: object) -> Tensor:
         out: Tensor = super().forward(*given)  # type: ignore[arg-type, assignment]
-        return out if self.training else out * (1 + 1e-3 * torch.randn_like(out))
+        noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(out.shape[1]))
+        return out if self.training else out * (1 + 1e-2 * noise)
 
 
 def test_the_report_says_in_which_layer_a_mismatch_begins() -> None:

@@ -5,7 +5,10 @@ Every case compares with MiniMax's own logits, which the model as it is meets (t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m1serve.errors import WeightsError
+from m1serve.kernels import moe
 from m1serve.kernels.decay import slopes
 from m1serve.kernels.reference import lightning_chunked
 from m1serve.model import lightning
+from m1serve.model.checkpoint import disk_views, load_model, save_model
 from m1serve.model.config import M1Config
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.model.lightning import LightningAttention
@@ -60,6 +65,14 @@ def slopes_of_local_heads(model: M1ForCausalLM, _: pytest.MonkeyPatch) -> None:
         set_slopes(attention, torch.cat([local, local]))
 
 
+def slopes_of_a_pipeline_stage(model: M1ForCausalLM, _: pytest.MonkeyPatch) -> None:
+    """Two stages of four layers that both count from 0."""
+    config = model.config
+    for attention in lightning_layers(model):
+        stage_H = slopes(config.num_attention_heads, config.num_hidden_layers, attention.layer % 4)
+        set_slopes(attention, stage_H)
+
+
 def output_norm_eps_of_the_config(model: M1ForCausalLM, _: pytest.MonkeyPatch) -> None:
     """vLLM hard-codes 1e-5, which is also what the config says of all other norms."""
     for attention in lightning_layers(model):
@@ -80,6 +93,17 @@ def bf16_router(model: M1ForCausalLM, _: pytest.MonkeyPatch) -> None:
     for block in model.blocks:
         gate = block.block_sparse_moe.gate.weight
         gate.copy_(gate.bfloat16())
+
+
+def bf16_router_logits(_: M1ForCausalLM, patch: pytest.MonkeyPatch) -> None:
+    """vLLM casts the logits before the softmax."""
+
+    def route(x_NE: Tensor, gate_XE: Tensor, num_chosen: int) -> moe.Routes:
+        p_NX = torch.softmax(F.linear(x_NE, gate_XE).bfloat16().float(), -1)
+        weight_NP, chosen_NP = p_NX.topk(num_chosen, -1)
+        return moe.Routes(weight_NP / weight_NP.sum(-1, keepdim=True), chosen_NP, p_NX)
+
+    patch.setattr(moe, "route", route)
 
 
 def bf16_head(model: M1ForCausalLM, _: pytest.MonkeyPatch) -> None:
@@ -143,6 +167,7 @@ def golden_error(model: M1ForCausalLM, golden: dict[str, Any]) -> float:
     [
         bf16_decay,
         slopes_of_the_lightning_layers_alone,
+        slopes_of_a_pipeline_stage,
         slopes_of_local_heads,
         output_norm_eps_of_the_config,
         qkv_in_three_blocks,
@@ -150,6 +175,7 @@ def golden_error(model: M1ForCausalLM, golden: dict[str, Any]) -> float:
         off_by_one_decay,
         interleaved_rotation,
         bf16_router,
+        bf16_router_logits,
         bf16_head,
     ],
 )
@@ -205,3 +231,21 @@ def test_a_config_is_never_completed_with_defaults(golden_config: M1Config) -> N
     for name in raw.keys() - {"hidden_act", "tie_word_embeddings", "bos_token_id", "eos_token_id"}:
         with pytest.raises(WeightsError, match=name):
             M1Config.from_dict({key: value for key, value in raw.items() if key != name})
+
+
+def test_m1s_weights_do_not_fit_alternating_layers(
+    golden: dict[str, Any], golden_config: M1Config, tmp_path: Path
+) -> None:
+    """transformers makes such layers of M1's raw config and leaves what does not fit random."""
+    alternating = M1ForCausalLM(replace(golden_config, attn_type_list=(0, 1) * 4)).eval()
+    alternating.init_weights(torch.Generator().manual_seed(0))
+    save_model(alternating, tmp_path, dtype=torch.float32)
+    right = {**alternating.config.to_dict(), "attn_type_list": [0] * 7 + [1]}
+    (tmp_path / "config.json").write_text(json.dumps(right))
+    with pytest.raises(WeightsError, match="not those of its config"):
+        load_model(tmp_path)
+    with torch.no_grad():
+        for name, view in disk_views(alternating).items():
+            if name in golden["sd"]:
+                view.copy_(golden["sd"][name])
+    assert golden_error(alternating, golden) > 1

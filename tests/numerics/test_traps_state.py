@@ -106,6 +106,21 @@ def test_positions_that_restart_with_a_continuation_are_seen(
     assert continued_error(model, golden) > 10 * TOLERANCE
 
 
+def test_a_mask_that_restarts_with_a_continuation_is_seen(
+    golden: dict[str, Any],
+    golden_model: Callable[..., M1ForCausalLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers' continued prefill: a further piece looks at the first keys, not at its own."""
+
+    def restarted(step: Step) -> Tensor:
+        mask_TL = torch.ones(step.pos_BT.shape[1], step.num_columns, dtype=torch.bool).tril()
+        return mask_TL.repeat(step.num_groups, 1)[None, None]
+
+    monkeypatch.setattr(Step, "mask_b1QL", property(restarted))
+    assert continued_error(golden_model(), golden) > 10 * TOLERANCE
+
+
 def test_a_short_chunk_that_decays_as_a_full_one_is_seen(
     golden: dict[str, Any],
     golden_model: Callable[..., M1ForCausalLM],
