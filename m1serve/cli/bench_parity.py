@@ -63,27 +63,29 @@ def parity(
     import torch
 
     from m1serve.model.parity import measure_parity, serve
+    from m1serve.model.slice import SLICE_VOCAB
 
     on, kind = _placed(device, dtype)
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: {out.parent} is no directory; make it first")
     generator = torch.Generator(device=on).manual_seed(seed)
     if model == "slice":
-        loaded, prompt_P = _slice(on, kind, prompt_tokens, head_scale, generator)
+        loaded = _slice(on, kind, head_scale, seed)
+        shape = (rows, prompt_tokens)
+        prompt_BP = torch.randint(SLICE_VOCAB, shape, generator=generator, device=on)
     else:
         loaded, prompt_P = _from_directory(model, on, kind, seed)
-    prompt_BP = prompt_P.expand(rows, -1)
-    served = serve(
-        loaded, prompt_BP, tokens, chunks=_chunks(len(prompt_P), chunk), generator=generator
-    )
-    report = measure_parity(loaded, served, prompt=len(prompt_P))
+        prompt_BP = prompt_P.expand(rows, -1)
+    P = prompt_BP.shape[1]
+    served = serve(loaded, prompt_BP, tokens, chunks=_chunks(P, chunk), generator=generator)
+    report = measure_parity(loaded, served, prompt=P)
     setting = {
         "model": model,
         "device": _device_name(on),
         "torch": torch.__version__,
         "dtype": str(kind).removeprefix("torch."),
         "rows": rows,
-        "prompt_tokens": len(prompt_P),
+        "prompt_tokens": P,
         "sampled_tokens": tokens,
         "chunk": chunk,
         "head_scale": head_scale if model == "slice" else 1.0,
@@ -108,25 +110,15 @@ def _placed(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     return torch.device(device), kinds.get(dtype, by_device)
 
 
-def _slice(
-    device: torch.device,
-    dtype: torch.dtype,
-    prompt_tokens: int,
-    head_scale: float,
-    generator: torch.Generator,
-) -> tuple[M1ForCausalLM, Tensor]:
-    """Random weights and a random prompt."""
-    import torch
-
+def _slice(device: torch.device, dtype: torch.dtype, head_scale: float, seed: int) -> M1ForCausalLM:
     from m1serve.model.checkpoint import require_memory
     from m1serve.model.slice import random_model_on, slice_config
 
     config = slice_config()
     require_memory(config, device=device, dtype=dtype)
-    model = random_model_on(config, device, dtype, seed=generator.initial_seed())
+    model = random_model_on(config, device, dtype, seed=seed)
     model.lm_head.weight.mul_(head_scale)
-    ids_P = torch.randint(config.vocab_size, (prompt_tokens,), generator=generator, device=device)
-    return model, ids_P
+    return model
 
 
 def _from_directory(

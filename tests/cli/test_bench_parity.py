@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from m1serve.cli.app import app
 from m1serve.errors import ConfigError
+from m1serve.model.slice import SLICE_VOCAB
+from m1serve.model.tiny import tiny_config
 
 
 def run(*arguments: str) -> str:
@@ -43,6 +45,20 @@ def test_a_model_directory_in_bf16_disagrees_by_more(tmp_path: Path) -> None:
     report = json.loads(said)
     assert report["dtype"] == "bfloat16"
     assert report["layers"][-1]["decode_error"] > 1e-4
+
+
+def test_a_slice_is_made_of_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven lightning layers and a softmax layer, here of tiny widths."""
+    monkeypatch.setattr("m1serve.model.slice.slice_config", lambda: tiny_config(SLICE_VOCAB))
+    arguments = ("--model", "slice", "--device", "cpu", "--rows", "2", "--tokens", "8")
+    reports = [
+        json.loads(run(*arguments, "--prompt-tokens", "40", "--chunk", "16", *more))
+        for more in ((), ("--head-scale", "1"))
+    ]
+    assert [layer["kind"] for layer in reports[0]["layers"]] == ["lightning"] * 7 + ["softmax"]
+    assert reports[0]["prompt_tokens"] == 40
+    assert reports[0]["fp32_head"]["mean_abs_dlogp"] <= 1e-5
+    assert reports[0]["entropy"] < reports[1]["entropy"] - 1
 
 
 @pytest.mark.parametrize(
