@@ -38,7 +38,7 @@ class Step:
         length_b = length_B[:1] if length_B.stride(0) == 0 else length_B
         pos_bT = length_b[:, None] + torch.arange(num_new, device=device)
         pair_R = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32)
-        # MiniMax's own order of rounding: a last bit is 0.07 rad after a million tokens
+        # MiniMax's own order of rounding: a last bit is 0.03 rad after a million tokens
         frequency_R = 1.0 / config.rope_theta ** (pair_R / config.rotary_dim)
         angle_b1TR = pos_bT[:, None, :, None].float() * frequency_R
         return cls(
