@@ -75,13 +75,22 @@ class ModelSettings(AnswerSettings):
 
 class EngineSettings(_Section):
     kind: Literal["local", "scripted"] = "local"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Of the local engine; auto is the GPU where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of its weights and cached keys; auto is float32 on the CPU and on a GPU what is stored."""
     num_slots: int = Field(default=128, ge=1)
     """Sequences that decode together."""
     max_model_len: int = Field(default=2048, ge=16)
     prefill_chunk_tokens: int = Field(default=1024, ge=16)
-    """Prompt tokens read in one step, so that decodes are never starved."""
+    """Prompt tokens read in one step, so that decodes are never starved; fewer where the context is
+    long and a token costs more."""
+    memory_bytes: int | None = Field(default=None, gt=0)
+    """For states, keys and values, and snapshots, beside the weights. None: what is free when the
+    engine starts, as far as its slots can use it."""
     snapshot_bytes: int = Field(default=256 * 2**20, ge=0)
-    """Budget of the prefix snapshots."""
+    """Part of it for prefix snapshots; keys and values that running sequences hold anyway count
+    here too."""
     max_waiting: int = Field(default=4096, ge=1)
     """Requests queued before new ones are refused with 503."""
     num_threads: int = Field(default=1, ge=1)

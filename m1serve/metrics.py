@@ -74,6 +74,15 @@ class Metrics:
         self.slots = self._gauge("engine_slots", "State slots; 0 when the engine is dead")
         self.engine_tokens = self._gauge("engine_tokens", "Tokens since the engine started", "kind")
         self.engine_swaps = self._gauge("engine_swaps", "Weight swaps since the engine started")
+        self.preemptions = self._gauge(
+            "engine_preemptions", "Sequences that gave their memory back and read everything again"
+        )
+        self.prefix_lookups = self._gauge(
+            "engine_prefix_lookups", "Prompts that looked for a snapshot, by outcome", "outcome"
+        )
+        self.snapshots = self._gauge("engine_snapshots", "Prefix snapshots that are kept")
+        self.snapshot_bytes = self._gauge("engine_snapshot_bytes", "Memory of the snapshots")
+        self.key_pages = self._gauge("engine_key_pages", "Pages of keys and values", "state")
 
     def _declare_capture(self) -> None:
         self.capture_dropped = self._gauge(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from m1serve.engine.token_ids import TokenIds
 from m1serve.errors import RequestError
 from m1serve.types import (
     Capabilities,
@@ -12,9 +15,14 @@ from m1serve.types import (
 )
 
 
-def check_request(request: GenerateRequest, can: Capabilities) -> None:
-    """Raises RequestError for what this engine cannot do, before anything is queued."""
-    _check_prompt(request.prompt_ids, can)
+def check_request(
+    request: GenerateRequest, can: Capabilities, *, prompt: TokenIds | None = None
+) -> None:
+    """Raises RequestError for what this engine cannot do, before anything is queued.
+
+    `prompt` has the request's ids as an array, which is quicker to look through.
+    """
+    check_prompt(prompt or request.prompt_ids, can)
     if len(request.prompt_ids) >= can.max_model_len and request.limits.max_tokens > 0:
         raise _too_long(len(request.prompt_ids), can.max_model_len)
     if request.n < 1:
@@ -30,11 +38,6 @@ def check_request(request: GenerateRequest, can: Capabilities) -> None:
             param="top_logprobs",
         )
     _check_features(request, can)
-
-
-def check_score(token_ids: tuple[int, ...], can: Capabilities) -> None:
-    """Raises RequestError for a sequence that cannot be scored."""
-    _check_prompt(token_ids, can)
 
 
 def unknown_pin(pin: str, held: tuple[str, ...]) -> RequestError:
@@ -112,14 +115,16 @@ def _check_features(request: GenerateRequest, can: Capabilities) -> None:
             )
 
 
-def _check_prompt(ids: tuple[int, ...], can: Capabilities) -> None:
-    if not ids:
+def check_prompt(ids: Sequence[int] | TokenIds, can: Capabilities) -> None:
+    """Raises RequestError for a prompt that this engine cannot read."""
+    if not len(ids):
         raise RequestError("the prompt has no tokens; send at least one message", param="messages")
     if len(ids) > can.max_model_len:
         raise _too_long(len(ids), can.max_model_len)
-    if min(ids) < 0 or max(ids) >= can.vocab_size:
+    lowest, highest = ids.bounds if isinstance(ids, TokenIds) else (min(ids), max(ids))
+    if lowest < 0 or highest >= can.vocab_size:
         raise RequestError(
-            f"the prompt has token ids in [{min(ids)}, {max(ids)}]; "
+            f"the prompt has token ids in [{lowest}, {highest}]; "
             f"the vocabulary is [0, {can.vocab_size}): use the model's own tokenizer",
             param="messages",
         )

@@ -8,15 +8,17 @@ import logging
 import math
 from dataclasses import dataclass
 
-from m1serve.config import EngineSettings
+from m1serve.engine.cache_memory import CacheMemory
+from m1serve.engine.decode_step import DecodeStep
 from m1serve.engine.generation import Sequence
-from m1serve.engine.prefix_cache import Hit, PrefixCache, Space
+from m1serve.engine.prefix_cache import Space
 from m1serve.engine.reader import Reading, read_together
 from m1serve.engine.rows import RowTable
 from m1serve.engine.sampler import Drawn, DrawPlan, Sampler
-from m1serve.engine.scheduler import group_by_width, share_budget
-from m1serve.engine.slots import SlotPool
+from m1serve.engine.scheduler import Want, group_by_width, share_budget
+from m1serve.engine.slots import RowSnapshot
 from m1serve.engine.stopping import Stop
+from m1serve.model.flops import relative_prefill_cost
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.types import StopCause
 
@@ -29,6 +31,8 @@ STEP_ERRORS = (RuntimeError, ValueError, ArithmeticError, LookupError, TypeError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     num_tokens: int
+    cost: float
+    """As `Want.cost`, of all of them"""
     read: list[Sequence]
     """They have read all they had to and decode from here on."""
     failed: list[Sequence]
@@ -42,50 +46,54 @@ class VersionBatch:
         model: M1ForCausalLM,
         *,
         weights_version: str,
-        settings: EngineSettings,
-        cache: PrefixCache,
+        memory: CacheMemory,
         sampler: Sampler,
     ) -> None:
         self.weights_version = weights_version
-        self._model, self._cache, self._sampler = model, cache, sampler
+        self._model, self._cache, self._sampler = model, memory.snapshots, sampler
         self._plan: DrawPlan | None = None
         self._plan_epoch = -1
-        self.rows = RowTable(
-            SlotPool(
-                model.config,
-                max_rows=settings.num_slots,
-                max_tokens=settings.max_model_len,
-                device=str(model.embed_tokens.weight.device),
-                dtype=model.embed_tokens.weight.dtype,
-            )
+        self.rows = RowTable(memory.new_pool())
+        self._decode_step = DecodeStep(
+            model, self.rows.pool, with_graphs=model.embed_tokens.weight.is_cuda
         )
 
     @property
-    def num_unread(self) -> int:
-        return sum(sequence.num_unread for sequence in self.rows.reading)
+    def wants(self) -> list[Want]:
+        """Of its readers, up to where each stops next."""
+        return [self._want(sequence) for sequence in self.rows.reading]
+
+    def _want(self, sequence: Sequence) -> Want:
+        num_tokens = self._next_stop(sequence) - sequence.num_read
+        return Want(num_tokens=num_tokens, cost=self._cost_at(sequence.num_read))
+
+    def _cost_at(self, context: int) -> float:
+        return relative_prefill_cost(self._model.config, context)
 
     # ---- prefixes ------------------------------------------------------------------------------
 
-    def find_prefix(self, sequence: Sequence) -> Hit | None:
+    def find_prefix(self, sequence: Sequence) -> RowSnapshot | None:
         generation = sequence.generation
         if not generation.is_cacheable or generation.wants_prompt_logprobs:
             return None
         return self._cache.find(self._space(sequence), sequence.unread)
 
-    def is_reading_prefix_of(self, sequence: Sequence, hit: Hit | None) -> bool:
-        """A row is just reading a prefix that this sequence would otherwise read a second time."""
-        start = hit.num_tokens if hit else 0
+    def is_reading_prefix_of(self, sequence: Sequence, start: int) -> bool:
+        """A row is just reading a prefix that this sequence would otherwise read a second time.
+
+        It has a snapshot of its first `start` tokens.
+        """
         ahead = [n for n in sequence.snapshot_points[:-1] if n > start]
         if not ahead or not self._keeps_at(sequence, ahead[0]):
             return False
         if sequence.generation.wants_prompt_logprobs:
             return False
-        prefix, salt = sequence.unread[: ahead[0]], sequence.request.cache_salt
+        prefix, salt = sequence.unread.array[: ahead[0]], sequence.request.cache_salt
         return any(
             other.num_read < ahead[0]
             and other.request.cache_salt == salt
             and self._keeps_at(other, ahead[0])
-            and other.unread[: ahead[0]] == prefix
+            and other.unread.has_prefix(prefix)
             for other in self.rows.reading
         )
 
@@ -100,40 +108,42 @@ class VersionBatch:
         """Stores the state where a snapshot is due; choices may be waiting to fork from it."""
         num_read, generation = sequence.num_read, sequence.generation
         has_forks = num_read == len(sequence.request.prompt_ids) and len(generation.unplaced) > 0
-        is_kept = self._keeps_at(sequence, num_read) and self._cache.wants(
-            self._space(sequence), sequence.unread[:num_read]
-        )
+        space, ids = self._space(sequence), sequence.unread
+        is_kept = self._keeps_at(sequence, num_read) and self._cache.wants(space, ids, num_read)
         if not has_forks and not is_kept:
             return
-        snapshot = self.rows.pool.snapshot(sequence.row)
+        snapshot = self.rows.pool.snapshot(sequence.row, num_read)
         if is_kept:
-            self._cache.put(self._space(sequence), sequence.unread[:num_read], snapshot)
+            self._cache.put(space, ids, snapshot)
         if has_forks:
-            generation.prompt_end = snapshot
+            generation.keep_prompt_end(snapshot)
+        snapshot.release()
 
     def _keep_turn(self, sequence: Sequence) -> None:
         has_failed = sequence.stop is not None and sequence.stop.cause is StopCause.ERROR
-        if has_failed or not sequence.generation.is_cacheable:
+        if has_failed or not sequence.generation.is_cacheable or not self._cache.is_enabled:
             return
         space, ids = self._space(sequence), sequence.all_ids
-        if not self._cache.wants(space, ids):
+        if not self._cache.wants(space, ids, len(ids)):
             return
         try:
-            self._cache.put(space, ids, self.rows.pool.snapshot(sequence.row))
+            snapshot = self.rows.pool.snapshot(sequence.row, len(ids))
         except STEP_ERRORS as error:
             # the turn is complete; only the next one will have more to read
             logger.warning("request_id=%s leaves no snapshot: %s", sequence.request.id, error)
+            return
+        self._cache.put(space, ids, snapshot)
+        snapshot.release()
 
     def _space(self, sequence: Sequence) -> Space:
         return Space(weights_version=self.weights_version, salt=sequence.request.cache_salt)
 
     # ---- reading prompts -----------------------------------------------------------------------
 
-    def read(self, budget_tokens: int) -> Progress:
-        """Reads up to so many prompt tokens; each sequence stops where a snapshot is due."""
-        order = list(self.rows.reading)
-        wanted = [self._next_stop(sequence) - sequence.num_read for sequence in order]
-        counts = share_budget(wanted, budget_tokens)
+    def read(self, budget: float) -> Progress:
+        """Reads prompt tokens that cost so much; each sequence stops where a snapshot is due."""
+        order, wants = list(self.rows.reading), self.wants
+        counts = share_budget(wants, budget)
         failed: list[Sequence] = []
         for group in group_by_width(counts):
             failed += self._read_group(
@@ -142,7 +152,8 @@ class VersionBatch:
         read = [sequence for sequence in self.rows.reading if sequence.num_unread == 0]
         for sequence in read:
             self.rows.promote(sequence)
-        return Progress(num_tokens=sum(counts), read=read, failed=failed)
+        cost = sum(count * want.cost for count, want in zip(counts, wants, strict=True))
+        return Progress(num_tokens=sum(counts), cost=cost, read=read, failed=failed)
 
     def _read_group(self, readings: list[Reading]) -> list[Sequence]:
         sequences = [reading.sequence for reading in readings]
@@ -163,6 +174,11 @@ class VersionBatch:
 
     # ---- decoding ------------------------------------------------------------------------------
 
+    def reserve(self) -> bool:
+        """Pages for the next token of every decoding row; False: there are not enough."""
+        reserve = self.rows.pool.reserve
+        return all(reserve(s.row, s.num_tokens + 1) for s in self.rows.decoding)
+
     def decode(self) -> list[Sequence]:
         """One token for every decoding sequence; returns those that ended, their rows freed.
 
@@ -182,14 +198,10 @@ class VersionBatch:
         return finished
 
     def _decode_rows(self) -> Drawn:
-        decoding, pool = self.rows.decoding, self.rows.pool
-        pool.ensure(rows=len(decoding), tokens=1 + max(s.num_tokens for s in decoding))
-        last_NE = pool.last_RE[: len(decoding)]
-        logits_NV = self._model.logits(last_NE)
+        decoding = self.rows.decoding
+        logits_NV = self._model.logits(self.rows.pool.last_RE[: len(decoding)])
         drawn = self._sampler.draw(logits_NV, decoding, self._current_plan())
-        view = pool.state.view(len(decoding))
-        hidden_N1E, _ = self._model.hidden(drawn.token_N[:, None], view)
-        last_NE.copy_(hidden_N1E[:, 0])
+        self._decode_step.run(drawn.token_N)
         return drawn
 
     def _current_plan(self) -> DrawPlan:

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 
 from m1serve.config import EngineSettings
 from m1serve.engine.admission import unknown_pin
-from m1serve.engine.batch import STEP_ERRORS, Progress, VersionBatch, failed_by
+from m1serve.engine.batch import Progress, VersionBatch, failed_by
+from m1serve.engine.cache_memory import CacheMemory
 from m1serve.engine.generation import ABORTED, Generation, Sequence
 from m1serve.engine.held_versions import HeldVersions
 from m1serve.engine.outbox import Outbox
-from m1serve.engine.prefix_cache import PrefixCache
+from m1serve.engine.placement import Placement
 from m1serve.engine.sampler import Sampler
 from m1serve.engine.scheduler import WaitingQueue
 from m1serve.engine.stopping import Stop
@@ -36,13 +37,15 @@ class EngineCore:
         """Only the first `vocab_size` ids are sampled: embeddings may be padded beyond them."""
         self.outbox = Outbox()
         self._settings = settings
-        self._cache = PrefixCache(settings.snapshot_bytes)
+        self._memory = CacheMemory(model, settings)
         self._sampler = Sampler(vocab_size=vocab_size, device=str(model.embed_tokens.weight.device))
         self._waiting = WaitingQueue()
         self._open: dict[str, Generation] = {}
-        self._sampled_tokens = self._prefilled_tokens = self._cached_tokens = 0
-        self._num_swaps = 0
+        self._sampled_tokens = self._prefilled_tokens = self._num_swaps = 0
         self._versions = HeldVersions(self._new_batch(model, weights_version))
+        self._placement = Placement(
+            self._versions, self._waiting, self._memory.allocator, num_slots=settings.num_slots
+        )
 
     @property
     def weights_version(self) -> str:
@@ -54,6 +57,7 @@ class EngineCore:
 
     @property
     def stats(self) -> EngineStats:
+        placement, memory = self._placement, self._memory
         return EngineStats(
             num_running=self._versions.num_rows,
             num_waiting=self._waiting.num_not_started,
@@ -61,9 +65,20 @@ class EngineCore:
             versions=self._versions.names,
             sampled_tokens=self._sampled_tokens,
             prefilled_tokens=self._prefilled_tokens,
-            cached_tokens=self._cached_tokens,
+            cached_tokens=placement.cached_tokens,
             num_swaps=self._num_swaps,
+            num_preemptions=placement.num_preemptions,
+            prefix_lookups=placement.num_lookups,
+            prefix_hits=placement.num_hits,
+            num_snapshots=len(memory.snapshots),
+            snapshot_bytes=memory.snapshots.num_bytes,
+            num_pages=memory.allocator.num_pages,
+            num_free_pages=memory.allocator.num_free,
         )
+
+    def can_hold(self, model: M1ForCausalLM) -> bool:
+        """Whether another version may share the memory that was divided for the first."""
+        return self._memory.fits(model.config)
 
     # ---- commands ------------------------------------------------------------------------------
 
@@ -125,6 +140,7 @@ class EngineCore:
         self._end_overdue(now_s)
         self._read_prompts()
         for batch in self._versions:
+            self._placement.make_room(batch)
             self._sampled_tokens += len(batch.rows.decoding)
             self._finish(batch.decode(), batch.weights_version)
         self._hand_out(now_s)
@@ -137,67 +153,19 @@ class EngineCore:
 
     def _read_prompts(self) -> None:
         """Places what waits and reads prompts until the step's budget is used."""
-        budget_tokens = self._settings.prefill_chunk_tokens
+        budget = float(self._settings.prefill_chunk_tokens)
         while True:
-            self._place(budget_tokens)
+            for generation, error in self._placement.place(budget):
+                self._end(generation, failed_by(error))
             num_read = 0
             for batch in self._versions:
-                progress = batch.read(budget_tokens - num_read)
+                progress = batch.read(budget)
+                budget -= progress.cost
                 num_read += progress.num_tokens
                 self._settle(batch, progress)
             if num_read == 0:
                 return
-            budget_tokens -= num_read
             self._prefilled_tokens += num_read
-
-    def _place(self, budget_tokens: int) -> None:
-        """Rows for the next in the queue, as long as rows and the budget last."""
-        num_free = self._settings.num_slots - self._versions.num_rows
-        num_planned = sum(batch.num_unread for batch in self._versions)
-        while num_free > 0 and (generation := self._waiting.peek()) is not None:
-            sequence = generation.unplaced[0]
-            if sequence.is_fresh and generation.leader is not None:
-                # it comes back when its first choice has read the prompt
-                self._waiting.pop()
-                continue
-            try:
-                if not self._place_one(
-                    generation, sequence, has_budget=num_planned < budget_tokens
-                ):
-                    return
-            except STEP_ERRORS as error:
-                logger.error("request_id=%s gets no row", generation.request.id, exc_info=error)
-                self._end(generation, failed_by(error))
-                continue
-            num_planned += sequence.num_unread
-            num_free -= 1
-
-    def _place_one(self, generation: Generation, sequence: Sequence, *, has_budget: bool) -> bool:
-        """False: not in this step, and then nobody behind it either."""
-        batch = self._versions.batch_of(generation)
-        if sequence.is_fresh and generation.prompt_end is not None:
-            batch.rows.fork(sequence, generation.prompt_end)
-        elif not has_budget or not self._open_row(batch, sequence):
-            return False
-        generation.unplaced.popleft()
-        if not generation.unplaced:
-            generation.prompt_end = None
-        return True
-
-    def _open_row(self, batch: VersionBatch, sequence: Sequence) -> bool:
-        """False: it is better off waiting for a prefix that is being read right now."""
-        generation, hit = sequence.generation, batch.find_prefix(sequence)
-        if batch.is_reading_prefix_of(sequence, hit):
-            return False
-        num_cached = hit.num_tokens if hit else 0
-        batch.rows.open(sequence, num_cached=num_cached, snapshot=hit.snapshot if hit else None)
-        self._cached_tokens += num_cached
-        generation.weights_version = batch.weights_version
-        if sequence.is_fresh:
-            generation.leader = sequence
-        if not generation.wants_prompt_logprobs:
-            generation.start(cached_tokens=num_cached, weights_version=batch.weights_version)
-        return True
 
     def _settle(self, batch: VersionBatch, progress: Progress) -> None:
         """Prompts that have been read: choices may fork, scoring is done, failures end."""
@@ -241,7 +209,7 @@ class EngineCore:
         version = generation.weights_version or self.weights_version
         generation.start(cached_tokens=0, weights_version=version)
         generation.unplaced.clear()
-        generation.prompt_end = None
+        generation.drop_prompt_end()
         running = [s for s in generation.sequences if not s.is_over]
         for sequence in running:
             for batch in self._versions:
@@ -256,19 +224,16 @@ class EngineCore:
         if len(sequence.token_ids) > sequence.num_sent:
             generation.outlet.put(sequence.next_delta(batch.weights_version))
         batch.rows.release(sequence)
-        sequence.rewind()
-        generation.unplaced.appendleft(sequence)
-        self._waiting.push(generation)
+        self._placement.requeue(sequence)
 
     def _drop_drained(self) -> None:
         for weights_version in self._versions.drop_drained(self._open.values()):
-            self._cache.drop_version(weights_version)
+            self._memory.snapshots.drop_version(weights_version)
 
     def _new_batch(self, model: M1ForCausalLM, weights_version: str) -> VersionBatch:
         return VersionBatch(
             model,
             weights_version=weights_version,
-            settings=self._settings,
-            cache=self._cache,
+            memory=self._memory,
             sampler=self._sampler,
         )

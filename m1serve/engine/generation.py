@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from m1serve.engine.constraint import Constraint
 from m1serve.engine.outbox import Outlet
 from m1serve.engine.stopping import Stop, StopRules, ThinkBudget
+from m1serve.engine.token_ids import TokenIds
 from m1serve.types import (
     Delta,
     GenerateRequest,
@@ -38,7 +39,7 @@ class Sequence:
     """Its own when the request has a grammar."""
     rng: torch.Generator | None
     """Its own when the request has a seed."""
-    unread: tuple[int, ...] = ()
+    unread: TokenIds
     """Ids its row reads before it samples: the prompt, and after a rewind what it had sampled."""
     num_read: int = 0
     num_cached: int = 0
@@ -74,6 +75,11 @@ class Sequence:
         return [] if self.constraint is None else self.constraint.forced
 
     @property
+    def rank(self) -> tuple[int, int, int]:
+        """The greatest gives way first: lower priority, then whoever came last."""
+        return -self.request.priority, self.generation.order, self.choice
+
+    @property
     def is_fresh(self) -> bool:
         """It has sampled nothing, so the state of its prompt is all it needs."""
         return not self.token_ids
@@ -89,8 +95,8 @@ class Sequence:
         return (*sorted({n for n in self.request.snapshot_at if 0 < n < prompt}), prompt)
 
     @property
-    def all_ids(self) -> tuple[int, ...]:
-        return (*self.request.prompt_ids, *self.token_ids)
+    def all_ids(self) -> TokenIds:
+        return self.generation.prompt.extended(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -159,6 +165,8 @@ class Generation:
     """One request while it is open: its choices, its place in the queue, its way out."""
 
     request: GenerateRequest
+    prompt: TokenIds
+    """The request's, ready for looking prefixes up."""
     outlet: Outlet
     order: int
     deadline_s: float = math.inf
@@ -219,9 +227,25 @@ class Generation:
         sequence.is_over = True
         self.outlet.put(sequence.next_delta(weights_version))
 
+    def keep_prompt_end(self, snapshot: RowSnapshot) -> None:
+        """For the choices that are still to be forked; holds the snapshot."""
+        self.drop_prompt_end()
+        self.prompt_end = snapshot.hold()
+
+    def drop_prompt_end(self) -> None:
+        if self.prompt_end is not None:
+            self.prompt_end.release()
+            self.prompt_end = None
+
     def rebind(self) -> None:
         """Forgets the weights it ran on; choices still to be forked read the prompt again."""
-        self.weights_version, self.leader, self.prompt_end = None, None, None
+        self.drop_prompt_end()
+        self.weights_version = None
+        self.forget_reading()
+
+    def forget_reading(self) -> None:
+        """Nobody reads the prompt for all any more; what was noted of it would come twice."""
+        self.leader = None
         if not self.is_started:
             self.prompt_logprobs.clear()
             self.prompt_top_logprobs.clear()

@@ -15,6 +15,8 @@ from m1serve.engine.local import LocalEngine
 from m1serve.engine.scripted import ScriptedEngine
 from m1serve.engine.watcher import TargetStore
 from m1serve.errors import ConfigError, WeightsError
+from m1serve.model.directory import weight_files
+from m1serve.model.tensor_file import stored_tensors
 from m1serve.store import Store
 from m1serve.types import Slot, VersionRef
 
@@ -70,7 +72,14 @@ def start_engine(settings: Settings, version: VersionRef) -> Engine:
     """Takes as long as reading and verifying the weights; raises WeightsError for bad ones."""
     tokenizer = ChatTokenizer.load(Path(version.path) / "serving")
     if settings.engine.kind == "local":
-        return LocalEngine.start(version, settings=settings.engine, tokenizer=tokenizer)
+        device = serving_device(settings.engine.device)
+        return LocalEngine.start(
+            version,
+            settings=settings.engine,
+            tokenizer=tokenizer,
+            device=device,
+            dtype=serving_dtype(settings.engine.dtype, version, device=device),
+        )
     if settings.engine.script is None:
         raise ConfigError("engine.kind is 'scripted' but engine.script names no file of replies")
     return ScriptedEngine(
@@ -79,6 +88,28 @@ def start_engine(settings: Settings, version: VersionRef) -> Engine:
         settings=settings.engine,
         weights_version=version.weights_version,
     )
+
+
+def serving_device(wanted: str) -> str:
+    """`cpu` or `cuda`; ConfigError when a GPU is asked for and there is none."""
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise ConfigError(
+            "engine.device is 'cuda' and torch finds no GPU; install a driver and a CUDA build of "
+            "torch, or set engine.device to 'cpu'"
+        )
+    return "cuda" if has_gpu and wanted != "cpu" else "cpu"
+
+
+def serving_dtype(wanted: str, version: VersionRef, *, device: str) -> torch.dtype:
+    """Of weights and cached keys. WeightsError for files that cannot be read."""
+    if wanted == "auto":
+        if device == "cpu":
+            return torch.float32
+        files = weight_files(Path(version.path) / "serving")
+        stored = {t.dtype for file in files for t in stored_tensors(file).values()}
+        return torch.bfloat16 if "BF16" in stored else torch.float32
+    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
 
 
 def _last_good(store: Store, wanted: VersionRef) -> list[VersionRef]:

@@ -17,7 +17,7 @@ import torch
 
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings
-from m1serve.engine.admission import check_request, check_score, deferral
+from m1serve.engine.admission import check_prompt, check_request, deferral
 from m1serve.engine.constraint import Constraint
 from m1serve.engine.core import EngineCore
 from m1serve.engine.generation import Generation
@@ -28,6 +28,7 @@ from m1serve.engine.sampler import seeded_rng
 from m1serve.engine.staging import Staged, stage, swap_refused
 from m1serve.engine.step_thread import StepThread, step_thread_died
 from m1serve.engine.stopping import StopRules, ThinkBudget
+from m1serve.engine.token_ids import TokenIds
 from m1serve.errors import EngineError, OverloadedError, RequestError, WeightsError
 from m1serve.types import (
     Capabilities,
@@ -43,6 +44,7 @@ from m1serve.types import (
 )
 
 MAX_TOP_LOGPROBS = 20
+LONG_PROMPT_TOKENS = 16_384
 
 
 class LocalEngine:
@@ -102,9 +104,10 @@ class LocalEngine:
         return self._core.weights_version
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Started | Delta]:
-        check_request(request, self._capabilities)
+        prompt = await self._prompt(request.prompt_ids)
+        check_request(request, self._capabilities, prompt=prompt)
         new_constraint = await self._compiler.constraints(request)
-        generation = self._open(request, new_constraint=new_constraint)
+        generation = self._open(request, prompt, new_constraint=new_constraint)
         num_open = request.n
         try:
             yield await self._first(generation)
@@ -127,7 +130,7 @@ class LocalEngine:
     ) -> Scored:
         """Queued with everything else; reads the ids in chunks between decode steps."""
         ids = tuple(token_ids)
-        check_score(ids, self._capabilities)
+        prompt = await self._prompt(ids)
         request = GenerateRequest(
             id=f"score-{uuid.uuid4().hex}",
             prompt_ids=ids,
@@ -136,7 +139,7 @@ class LocalEngine:
             weights_pin=weights_version,
             min_delta_interval_s=math.inf,
         )
-        generation = self._open(request, is_cacheable=False)
+        generation = self._open(request, prompt, is_cacheable=False)
         try:
             started = await self._first(generation)
         finally:
@@ -164,6 +167,8 @@ class LocalEngine:
                     device=self._device,
                     dtype=self._dtype,
                 )
+                if not self._core.can_hold(staged.model):
+                    raise WeightsError(_another_architecture(version, self.weights_version))
                 begin = time.perf_counter()
                 switch = partial(self._core.switch, staged.model, staged.weights_version)
                 await asyncio.wrap_future(self._thread.call(switch))
@@ -193,6 +198,7 @@ class LocalEngine:
     def _open(
         self,
         request: GenerateRequest,
+        prompt: TokenIds,
         *,
         is_cacheable: bool = True,
         new_constraint: NewConstraint = no_constraint,
@@ -209,6 +215,7 @@ class LocalEngine:
         outlet = Outlet(self._core.outbox, asyncio.get_running_loop())
         generation = Generation(
             request=request,
+            prompt=prompt,
             outlet=outlet,
             order=next(self._orders),
             deadline_s=math.inf if limit_s is None else time.monotonic() + limit_s,
@@ -243,9 +250,22 @@ class LocalEngine:
             ),
             constraint=constraint,
             rng=None if seed is None else seeded_rng(seed, index),
-            unread=request.prompt_ids,
+            unread=generation.prompt,
             emit_at_s=math.inf if math.isinf(request.min_delta_interval_s) else 0.0,
         )
+
+    async def _prompt(self, ids: tuple[int, ...]) -> TokenIds:
+        """A million ids take 60 ms: not on the event loop. Checked."""
+        try:
+            if len(ids) < LONG_PROMPT_TOKENS:
+                prompt = TokenIds.of(ids)
+            else:
+                prompt = await asyncio.to_thread(TokenIds.of, ids)
+        except OverflowError:
+            check_prompt(ids, self._capabilities)
+            raise
+        check_prompt(prompt, self._capabilities)
+        return prompt
 
     async def _first(self, generation: Generation) -> Started:
         """Waits for the request's turn; raises what refused it."""
@@ -258,6 +278,13 @@ class LocalEngine:
             raise item
         assert isinstance(item, Started), f"the first item was {type(item).__name__}"
         return item
+
+
+def _another_architecture(version: VersionRef, serving: str) -> str:
+    return (
+        f"{version.weights_version} has another architecture than {serving}, which is served: its "
+        "states and keys cannot share this engine's memory. Start a server of its own for it"
+    )
 
 
 def _held_already(version: VersionRef, phases_ms: dict[str, float]) -> SwapReport:

@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from m1serve.engine.generation import Sequence
 from m1serve.engine.slots import SlotPool
 from m1serve.model.hybrid import M1ForCausalLM
+from m1serve.model.paged import Span
 from m1serve.types import TopLogprob
 
 TOP_LOGPROBS_STEP = 64
@@ -27,9 +29,8 @@ class Reading:
     num_tokens: int
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        start = self.sequence.num_read
-        return self.sequence.unread[start : start + self.num_tokens]
+    def span(self) -> Span:
+        return Span(start=self.sequence.num_read, num_tokens=self.num_tokens)
 
     @property
     def end(self) -> int:
@@ -41,19 +42,17 @@ def read_together(
 ) -> None:
     """One forward; moves each `num_read` on and leaves the last hidden states in the pool.
 
-    Of the logits only the first `vocab_size` are tokens.
+    The rows have pages for what they read. Of the logits only the first `vocab_size` are tokens.
     """
     device = pool.last_RE.device
     width = max(reading.num_tokens for reading in readings)
-    columns = max(reading.end for reading in readings)
-    pool.ensure(rows=0, tokens=columns)
     rows_B = torch.tensor([r.sequence.row for r in readings], device=device)
-    ids_BT = torch.tensor([(*r.ids, *(0,) * (width - r.num_tokens)) for r in readings])
     count_B = torch.tensor([r.num_tokens for r in readings], device=device)
     is_ragged = any(r.num_tokens != width for r in readings)
-    part = pool.state.select(rows_B, columns=columns)
-    hidden_BTE, part = model.hidden(ids_BT.to(device), part, count_B if is_ragged else None)
-    pool.state.write(rows_B, part)
+    part = pool.select_rows(rows_B, tuple(r.span for r in readings))
+    ids_BT = _padded_ids(readings, width).to(device)
+    hidden_BTE, _ = model.hidden(ids_BT, part, count_B if is_ragged else None)
+    pool.put(rows_B, part)
     last_BE = hidden_BTE[torch.arange(len(readings), device=device), count_B - 1]
     pool.last_RE[rows_B] = last_BE.float()
     for i, reading in enumerate(readings):
@@ -62,13 +61,21 @@ def read_together(
         reading.sequence.num_read = reading.end
 
 
+def _padded_ids(readings: Rows[Reading], width: int) -> Tensor:
+    """int64 [B, T]; 0 where a row has nothing to read."""
+    ids_BT = np.zeros((len(readings), width), dtype=np.int64)
+    for row_T, reading in zip(ids_BT, readings, strict=True):
+        start = reading.sequence.num_read
+        row_T[: reading.num_tokens] = reading.sequence.unread.array[start : reading.end]
+    return torch.from_numpy(ids_BT)
+
+
 def _note_prompt_logprobs(
     model: M1ForCausalLM, reading: Reading, hidden_TE: Tensor, *, vocab_size: int
 ) -> None:
     sequence, start = reading.sequence, reading.sequence.num_read
-    next_ids = sequence.unread[start + 1 : reading.end + 1]
-    # the dtype is said for the empty tensor, after a prompt's last token
-    next_T = torch.tensor(next_ids, dtype=torch.long, device=hidden_TE.device)
+    next_ids = sequence.unread.array[start + 1 : reading.end + 1]
+    next_T = torch.from_numpy(next_ids.astype(np.int64)).to(hidden_TE.device)
     logprob_T, _ = model.token_logprobs(hidden_TE[: len(next_T)], next_T)
     sequence.generation.prompt_logprobs += logprob_T.tolist()
     if wanted := sequence.request.top_logprobs:

@@ -17,7 +17,7 @@ from ray.serve import Application
 
 from m1serve.config import Settings
 from m1serve.engine.base import Engine
-from m1serve.engine.launch import start_best_engine, start_engine, tune_process
+from m1serve.engine.launch import serving_device, start_best_engine, start_engine, tune_process
 from m1serve.engine.watcher import VersionWatcher
 from m1serve.errors import M1ServeError
 from m1serve.store import Store
@@ -61,10 +61,16 @@ def engine_app(
         max_ongoing_requests=2 * (engine.num_slots + engine.max_waiting),
         graceful_shutdown_timeout_s=GRACE_S,
         graceful_shutdown_wait_loop_s=0.2,
-        ray_actor_options={"num_cpus": 0},
+        # Ray hides the GPUs from an actor that asks for none
+        ray_actor_options={"num_cpus": 0, "num_gpus": int(_wants_gpu(settings))},
     )(EngineReplica)
     app: Application = deployment.bind(settings, slot, version)
     return app
+
+
+def _wants_gpu(settings: Settings) -> bool:
+    engine = settings.engine
+    return engine.kind == "local" and serving_device(engine.device) == "cuda"
 
 
 class EngineReplica:

@@ -6,6 +6,8 @@ read their prompt are in any rows after those.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from m1serve.engine.generation import Sequence
 from m1serve.engine.slots import RowSnapshot, SlotPool
 
@@ -25,35 +27,48 @@ class RowTable:
     def __len__(self) -> int:
         return len(self.decoding) + len(self.reading)
 
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter((*self.decoding, *self.reading))
+
     def __contains__(self, sequence: Sequence) -> bool:
         row = sequence.row
         is_decoding = 0 <= row < len(self.decoding) and self.decoding[row] is sequence
         return is_decoding or sequence in self.reading
 
-    def open(self, sequence: Sequence, *, num_cached: int, snapshot: RowSnapshot | None) -> None:
-        """Gives the sequence a row to read in, from a snapshot if there is one."""
-        sequence.row = self._free_row()
-        self.pool.ensure(rows=sequence.row + 1, tokens=num_cached)
-        if snapshot is None:
-            self.pool.clear(sequence.row)
-        else:
-            self.pool.restore(sequence.row, snapshot)
-        sequence.num_read = sequence.num_cached = num_cached
-        self.reading.append(sequence)
+    def open(self, sequence: Sequence, *, snapshot: RowSnapshot | None) -> bool:
+        """Gives the sequence a row to read in, from a snapshot if there is one.
 
-    def fork(self, sequence: Sequence, snapshot: RowSnapshot) -> None:
-        """Gives the sequence a row that has read its prompt already."""
+        The pages for all it will read come with it; False when there are not enough.
+        """
+        row = self._free_row()
+        has_pages = False
+        try:
+            if snapshot is None:
+                self.pool.clear(row)
+            has_start = snapshot is None or self.pool.restore(row, snapshot)
+            has_pages = has_start and self.pool.reserve(row, len(sequence.unread))
+        finally:
+            if not has_pages:
+                self.pool.free(row)
+        if has_pages:
+            sequence.row = row
+            sequence.num_read = sequence.num_cached = snapshot.num_tokens if snapshot else 0
+            self.reading.append(sequence)
+        return has_pages
+
+    def fork(self, sequence: Sequence, snapshot: RowSnapshot) -> bool:
+        """Gives the sequence a row that has read its prompt already; False: pages are short."""
         row = len(self.decoding)
         occupant = self._reader_in(row)
         if occupant is not None:
             target = self._free_row()
-            self.pool.ensure(rows=target + 1, tokens=0)
             self.pool.move(row, target)
             occupant.row = target
-        self.pool.ensure(rows=row + 1, tokens=len(sequence.unread))
-        self.pool.restore(row, snapshot)
+        if not self.pool.restore(row, snapshot):
+            return False
         sequence.num_read = len(sequence.unread)
         self._append(sequence, row)
+        return True
 
     def promote(self, sequence: Sequence) -> None:
         """Moves a sequence that has read everything to the end of the decoding rows."""
@@ -61,9 +76,7 @@ class RowTable:
         self.reading.remove(sequence)
         occupant = self._reader_in(row)
         if occupant is not None:
-            kept = self.pool.snapshot(sequence.row)
-            self.pool.move(row, sequence.row)
-            self.pool.restore(row, kept)
+            self.pool.swap(row, sequence.row)
             occupant.row = sequence.row
         elif sequence.row != row:
             self.pool.move(sequence.row, row)
@@ -71,6 +84,7 @@ class RowTable:
 
     def release(self, sequence: Sequence) -> None:
         """Takes the sequence out; the last decoding row moves into the gap."""
+        self.pool.free(sequence.row)
         if sequence in self.reading:
             self.reading.remove(sequence)
             return

@@ -185,7 +185,8 @@ def _penalty_of(rows: Rows[Sequence], vocab_size: int, device: str) -> Penalty |
     in_prompt_MV = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
     counts_MV = torch.zeros(len(rows), vocab_size, device=device)
     for i, row in enumerate(rows):
-        in_prompt_MV[i, torch.tensor(row.request.prompt_ids, device=device)] = True
+        prompt = torch.from_numpy(row.generation.prompt.array)
+        in_prompt_MV[i, prompt.to(device=device, dtype=torch.int64)] = True
         said = torch.tensor(row.token_ids, dtype=torch.int64, device=device)
         counts_MV[i] = torch.bincount(said, minlength=vocab_size)
     return Penalty(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from m1serve.engine.generation import Generation
 
@@ -44,13 +45,40 @@ class WaitingQueue:
         return sum(not generation.is_started for generation in self)
 
 
-def share_budget(num_unread: Sequence[int], budget_tokens: int) -> list[int]:
-    """How many tokens each prompt may read now: first come, first served; zeros at the end."""
-    counts = []
-    for wanted in num_unread:
-        counts.append(min(wanted, budget_tokens))
-        budget_tokens -= counts[-1]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """What a prompt has left to read."""
+
+    num_tokens: int
+    cost: float = 1.0
+    """Of one token, where one at an empty context is 1."""
+
+
+def share_budget(wants: Sequence[Want], budget: float) -> list[int]:
+    """How many tokens each may read in a step that costs at most `budget`.
+
+    First come, first served, but the first leaves half to the others: whoever comes behind a
+    prompt of a million tokens does not wait for it. The first always gets on by a token.
+    """
+    if not wants or budget < 1:
+        return [0] * len(wants)
+    first, *others = wants
+    wanted_by_others = sum(want.num_tokens * want.cost for want in others)
+    share = max(budget / 2, budget - wanted_by_others)
+    counts = [min(first.num_tokens, max(int(share / first.cost), 1))]
+    left = budget - counts[0] * first.cost
+    for want in others:
+        counts.append(min(want.num_tokens, max(int(left / want.cost), 0)))
+        left -= counts[-1] * want.cost
     return counts
+
+
+def planned_cost(wants: Sequence[Want], budget: float) -> float:
+    """What of a step's budget is spoken for: the first takes half at most when others come."""
+    if not wants:
+        return 0.0
+    first, *others = (want.num_tokens * want.cost for want in wants)
+    return min(first, budget / 2) + sum(others)
 
 
 def group_by_width(counts: Sequence[int]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings
-from m1serve.engine.admission import check_request, check_score, deferral, unknown_pin
+from m1serve.engine.admission import check_prompt, check_request, deferral, unknown_pin
 from m1serve.engine.grammar_compiler import GrammarCompiler, NewConstraint
 from m1serve.engine.line import Line
 from m1serve.engine.script import (
@@ -108,7 +108,7 @@ class ScriptedEngine:
         self, token_ids: Sequence[int], *, weights_version: str | None = None
     ) -> Scored:
         ids = tuple(token_ids)
-        check_score(ids, self.capabilities)
+        check_prompt(ids, self.capabilities)
         self._check_pin(weights_version)
         return Scored(
             weights_version=weights_version or self._weights_version, logprobs=_logprobs_of(ids)

@@ -1,6 +1,6 @@
-"""SlotPool: the rows in which sequences of one weights version live, grown as they are needed."""
+"""SlotPool: the rows in which sequences of one weights version live."""
 
-# R rows, E hidden
+# R rows, E hidden, M pages a row
 
 from __future__ import annotations
 
@@ -9,94 +9,205 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from m1serve.engine.pages import PageAllocator
 from m1serve.model.config import M1Config
-from m1serve.model.state import SequenceState
-
-FIRST_ROWS = 8
-FIRST_TOKENS = 256
+from m1serve.model.paged import KeyPages, PagedState, Span
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RowSnapshot:
-    """What a row held after some tokens: enough to go on from there in any row."""
+    """What a row held after some tokens: enough to go on from there in any row.
 
-    state: SequenceState
+    Its states are copies, its pages are shared. Whoever keeps it lets go of it with `release`.
+    """
+
+    lightning: dict[int, Tensor]
+    """layer -> [H, D, D]"""
     last_E: Tensor
     """The hidden state that predicts the next token."""
+    num_tokens: int
+    pages: tuple[int, ...]
+    allocator: PageAllocator
+    num_holders: int = 1
 
     @property
-    def num_bytes(self) -> int:
-        return self.state.num_bytes + self.last_E.numel() * self.last_E.element_size()
+    def state_bytes(self) -> int:
+        tensors = (*self.lightning.values(), self.last_E)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def hold(self) -> RowSnapshot:
+        self.num_holders += 1
+        return self
+
+    def release(self) -> None:
+        self.num_holders -= 1
+        assert self.num_holders >= 0, "a snapshot was released once too often"
+        if self.num_holders == 0:
+            self.allocator.release(self.pages)
 
 
 class SlotPool:
-    """State and last hidden state of each row; doubles in rows and in tokens, up to its limits.
+    """State, last hidden state and pages of each row. Owned by the step thread.
 
-    Owned by the step thread. Which row belongs to whom is the batch's business.
+    Which row belongs to whom is the batch's business. A row's last page is written by that row
+    alone; a snapshot that shares it looks only at the tokens from before.
     """
 
     def __init__(
-        self, config: M1Config, *, max_rows: int, max_tokens: int, device: str, dtype: torch.dtype
+        self,
+        config: M1Config,
+        *,
+        num_rows: int,
+        max_tokens: int,
+        pages: KeyPages,
+        allocator: PageAllocator,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self._config, self._device, self._dtype = config, device, dtype
-        self._max_rows, self._max_tokens = max_rows, max_tokens
-        self._allocate(min(FIRST_ROWS, max_rows), min(FIRST_TOKENS, max_tokens))
+        H, D = config.num_attention_heads, config.head_dim
+        self._allocator, self._pages = allocator, pages
+        self._held: list[list[int]] = [[] for _ in range(num_rows)]
+        self.last_RE = torch.zeros(num_rows, config.hidden_size, device=device)
+        self.state = PagedState(
+            lightning={
+                i: torch.zeros(num_rows, H, D, D, device=device) for i in config.lightning_layers
+            },
+            keys={},
+            values={},
+            length_B=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            fixed_capacity=True,
+            pages=pages,
+            page_BM=torch.zeros(
+                num_rows, allocator.pages_for(max_tokens), dtype=torch.int32, device=device
+            ),
+        )
 
     @property
     def num_rows(self) -> int:
-        return self.state.num_rows
+        return len(self._held)
 
-    @property
-    def num_tokens(self) -> int:
-        """What one row can hold at present."""
-        return self._num_tokens
-
-    @property
-    def num_bytes(self) -> int:
-        return self.state.num_bytes
-
-    def ensure(self, *, rows: int, tokens: int) -> None:
-        """Makes room for `rows` rows of `tokens` tokens; what rows hold stays as it is."""
-        if rows <= self.num_rows and tokens <= self._num_tokens:
-            return
-        assert rows <= self._max_rows, f"{rows} rows, limit {self._max_rows}"
-        assert tokens <= self._max_tokens, f"{tokens} tokens, limit {self._max_tokens}"
-        old_state, old_last_RE = self.state, self.last_RE
-        self._allocate(
-            _grown(self.num_rows, rows, self._max_rows),
-            _grown(self._num_tokens, tokens, self._max_tokens),
-        )
-        kept = torch.arange(old_state.num_rows, device=self._device)
-        self.state.write(kept, old_state)
-        self.last_RE[: len(kept)] = old_last_RE
+    def reserve(self, row: int, num_tokens: int) -> bool:
+        """Pages for so many tokens in all; False, and nothing changed, when there are too few."""
+        held = self._held[row]
+        missing = self._allocator.pages_for(num_tokens) - len(held)
+        if missing <= 0:
+            return True
+        taken = self._allocator.take(missing)
+        if taken is None:
+            return False
+        self._append(row, taken)
+        return True
 
     def clear(self, row: int) -> None:
         """A row's next owner starts from nothing."""
-        self.state.zero_row(row)
+        self.free(row)
+        for t in self.state.lightning.values():
+            t[row].zero_()
+        self.state.length_B[row] = 0
         self.last_RE[row].zero_()
 
+    def free(self, row: int) -> None:
+        """Lets go of a row's pages."""
+        self._allocator.release(self._held[row])
+        self._held[row] = []
+
     def move(self, source: int, target: int) -> None:
-        self.state.move_row(source, target)
-        self.last_RE[target] = self.last_RE[source]
+        """To a row that holds nothing; the source holds nothing afterwards."""
+        self._copy_states(source, target)
+        self._held[target], self._held[source] = self._held[source], []
 
-    def snapshot(self, row: int) -> RowSnapshot:
-        return RowSnapshot(state=self.state.snapshot(row), last_E=self.last_RE[row].clone())
+    def swap(self, row: int, other: int) -> None:
+        kept = {i: t[row].clone() for i, t in self.state.lightning.items()}
+        length, last_E = self.state.length_B[row].clone(), self.last_RE[row].clone()
+        page_M = self.state.page_BM[row].clone()
+        self._copy_states(other, row)
+        for i, t in kept.items():
+            self.state.lightning[i][other] = t
+        self.state.length_B[other], self.last_RE[other] = length, last_E
+        self.state.page_BM[other] = page_M
+        self._held[row], self._held[other] = self._held[other], self._held[row]
 
-    def restore(self, row: int, snapshot: RowSnapshot) -> None:
-        self.state.restore(row, snapshot.state)
-        self.last_RE[row] = snapshot.last_E
-
-    def _allocate(self, num_rows: int, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-        self.state = SequenceState.allocate(
-            self._config, num_rows, num_tokens, device=self._device, dtype=self._dtype
+    def snapshot(self, row: int, num_tokens: int) -> RowSnapshot:
+        """Of a row that has consumed `num_tokens`."""
+        pages = tuple(self._held[row][: self._allocator.pages_for(num_tokens)])
+        self._allocator.share(pages)
+        return RowSnapshot(
+            lightning={i: t[row].clone() for i, t in self.state.lightning.items()},
+            last_E=self.last_RE[row].clone(),
+            num_tokens=num_tokens,
+            pages=pages,
+            allocator=self._allocator,
         )
-        self.last_RE = torch.zeros(num_rows, self._config.hidden_size, device=self._device)
 
+    def restore(self, row: int, snapshot: RowSnapshot) -> bool:
+        """Makes a row what it was then; False, and the row holds nothing, when pages are short."""
+        # taking a page may drop other snapshots, and would this one
+        snapshot.hold()
+        try:
+            return self._restore(row, snapshot)
+        finally:
+            snapshot.release()
 
-def _grown(have: int, wanted: int, limit: int) -> int:
-    """The next doubling that is enough."""
-    size = have
-    while size < wanted:
-        size *= 2
-    return min(size, limit)
+    def _restore(self, row: int, snapshot: RowSnapshot) -> bool:
+        self.free(row)
+        num_full = snapshot.num_tokens // self._allocator.page_tokens
+        # the row will write behind the snapshot's last token, so it needs that page for itself
+        own = self._allocator.take(len(snapshot.pages) - num_full)
+        if own is None:
+            return False
+        for source, target in zip(snapshot.pages[num_full:], own, strict=True):
+            self._pages.copy_page(source, target)
+        full = snapshot.pages[:num_full]
+        self._allocator.share(full)
+        self._append(row, [*full, *own])
+        for i, t in snapshot.lightning.items():
+            self.state.lightning[i][row] = t
+        self.state.length_B[row] = snapshot.num_tokens
+        self.last_RE[row] = snapshot.last_E
+        return True
+
+    def decode_view(self, num_rows: int) -> PagedState:
+        """The first rows, sharing memory: a forward on it updates the pool."""
+        state = self.state
+        return PagedState(
+            lightning={i: t[:num_rows] for i, t in state.lightning.items()},
+            keys={},
+            values={},
+            length_B=state.length_B[:num_rows],
+            fixed_capacity=True,
+            pages=state.pages,
+            page_BM=state.page_BM[:num_rows],
+        )
+
+    def select_rows(self, rows_B: Tensor, spans: tuple[Span, ...]) -> PagedState:
+        """Copies of some rows' states, a span each; `put` brings them back."""
+        state = self.state
+        return PagedState(
+            lightning={i: t.index_select(0, rows_B) for i, t in state.lightning.items()},
+            keys={},
+            values={},
+            length_B=state.length_B.index_select(0, rows_B),
+            fixed_capacity=True,
+            pages=state.pages,
+            page_BM=state.page_BM.index_select(0, rows_B),
+            spans=spans,
+        )
+
+    def put(self, rows_B: Tensor, part: PagedState) -> None:
+        for i, t in part.lightning.items():
+            self.state.lightning[i][rows_B] = t
+        self.state.length_B[rows_B] = part.length_B
+
+    def _append(self, row: int, pages: list[int]) -> None:
+        held = self._held[row]
+        start, end = len(held), len(held) + len(pages)
+        table_M = self.state.page_BM[row]
+        assert end <= len(table_M), f"{end} pages, a row has at most {len(table_M)}"
+        table_M[start:end] = torch.tensor(pages, dtype=torch.int32)
+        held += pages
+
+    def _copy_states(self, source: int, target: int) -> None:
+        for t in self.state.lightning.values():
+            t[target] = t[source]
+        self.state.length_B[target] = self.state.length_B[source]
+        self.state.page_BM[target] = self.state.page_BM[source]
+        self.last_RE[target] = self.last_RE[source]

@@ -81,7 +81,8 @@ class Inventory:
         num_all = len(names) + len(self.files) + len(self.broken_files)
         folder = self.missing_files[0].parent
         return [
-            f"{len(names)} of {num_all} files are missing in {folder}; fetch them again: {abridged(names, 4)}"
+            f"{len(names)} of {num_all} files are missing in {folder}; fetch them again: "
+            f"{abridged(names, 4)}"
         ]
 
 

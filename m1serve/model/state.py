@@ -1,7 +1,8 @@
 """SequenceState: what sequences carry from one forward to the next, batched.
 
 A growing state (training, prefixes) is never modified by a forward.
-A fixed-capacity state (sampling, without gradients) is one buffer for good and is updated in place.
+A fixed-capacity state (sampling, without gradients) is one buffer for good and is updated in place;
+serving keeps its keys in pages (`paged`).
 Shapes: B rows, H heads, D head dim, K kv heads, L key columns, T tokens. Column i holds position i.
 """
 
@@ -117,49 +118,6 @@ class SequenceState:
     def fork(self) -> SequenceState:
         """The same tensors in a state of its own."""
         return self._map(lambda t: t)
-
-    def view(self, num_rows: int, *, start: int = 0) -> SequenceState:
-        """Rows [start, start + num_rows) sharing memory: a forward on the view updates the pool."""
-        state = self._map(lambda t: t.narrow(0, start, num_rows))
-        state.length_B = self.length_B.narrow(0, start, num_rows)
-        return state
-
-    def move_row(self, source: int, target: int) -> None:
-        """Copies row `source` over row `target`."""
-        length = int(self.length_B[source])
-        for t in self.lightning.values():
-            t[target].copy_(t[source])
-        for group in (self.keys, self.values):
-            for t in group.values():
-                t[target, :, :length].copy_(t[source, :, :length])
-        self.length_B[target] = length
-
-    def zero_row(self, row: int) -> None:
-        """Forgets a row, so that its next owner starts from nothing."""
-        length = int(self.length_B[row])
-        for t in self.lightning.values():
-            t[row].zero_()
-        for group in (self.keys, self.values):
-            for t in group.values():
-                t[row, :, :length].zero_()
-        self.length_B[row] = 0
-
-    def snapshot(self, row: int) -> SequenceState:
-        """A growing one-row copy with exactly the row's tokens."""
-        length = int(self.length_B[row])
-        state = self._map(lambda t: t[row : row + 1].clone(), columns=length)
-        state.length_B = self.length_B[row : row + 1].clone()
-        state.fixed_capacity = False
-        return state
-
-    def restore(self, row: int, snapshot: SequenceState) -> None:
-        """Makes a row what it was when the snapshot was taken."""
-        for layer, t in snapshot.lightning.items():
-            self.lightning[layer][row].copy_(t[0])
-        for mine, theirs in ((self.keys, snapshot.keys), (self.values, snapshot.values)):
-            for layer, t in theirs.items():
-                mine[layer][row, :, : t.shape[2]].copy_(t[0])
-        self.length_B[row] = snapshot.length_B[0]
 
     def put_lightning(self, layer: int, state_BHDD: Tensor) -> None:
         if self.fixed_capacity:

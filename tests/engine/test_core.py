@@ -17,6 +17,7 @@ from m1serve.engine.outbox import Item, Outbox, Outlet
 from m1serve.engine.sampler import seeded_rng
 from m1serve.engine.slots import SlotPool
 from m1serve.engine.stopping import StopRules
+from m1serve.engine.token_ids import TokenIds
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.model.weights import load_version
 from m1serve.types import (
@@ -64,7 +65,12 @@ class Bench:
             **fields,
         )
         listener = Listener()
-        generation = Generation(request=request, outlet=listener, order=self.num)
+        generation = Generation(
+            request=request,
+            prompt=TokenIds.of(request.prompt_ids),
+            outlet=listener,
+            order=self.num,
+        )
         generation.sequences = [
             Sequence(
                 generation=generation,
@@ -72,7 +78,7 @@ class Bench:
                 rules=StopRules(request, tokenizer=self.tok, max_model_len=256),
                 budget=None,
                 rng=seeded_rng(1, i),
-                unread=request.prompt_ids,
+                unread=generation.prompt,
             )
             for i in range(n)
         ]
@@ -195,13 +201,33 @@ def test_a_request_that_finds_no_memory_ends_and_others_go_on(
     assert talking.num_tokens == 2
 
 
+def test_who_came_last_gives_way_and_a_higher_priority_after_that(
+    model: M1ForCausalLM, tok: ChatTokenizer
+) -> None:
+    # pages for 8 * 32 tokens, and four rows that want 100 each
+    kv_token_bytes, state_bytes = 2 * 2 * 16 * 4, 7 * 4 * 16 * 16 * 4
+    memory_bytes = 4 * 2 * state_bytes + 8 * 32 * kv_token_bytes
+    bench = Bench(model, tok, memory_bytes=memory_bytes, snapshot_bytes=0)
+    first, second, third = (bench.submit(20) for _ in range(3))
+    preferred = bench.submit(20, priority=1)
+    while bench.core.stats.num_preemptions == 0:
+        bench.step()
+    bench.step(3)
+    said = [listener.num_tokens for listener in (preferred, first, second, third)]
+    # the two that came last made room for the two that stay
+    assert said[0] == said[1] > said[2] == said[3]
+    bench.step(400)
+    assert not bench.core.has_work
+    assert {listener.num_tokens for listener in (preferred, first, second, third)} == {100}
+
+
 class Full(SlotPool):
     """Has no memory for another row."""
 
     def __init__(self, pool: SlotPool) -> None:
         self.__dict__.update(pool.__dict__)
 
-    def ensure(self, *, rows: int, tokens: int) -> None:
-        if rows > 1:
+    def reserve(self, row: int, num_tokens: int) -> bool:
+        if row > 0:
             raise torch.OutOfMemoryError("out of memory")
-        super().ensure(rows=rows, tokens=tokens)
+        return super().reserve(row, num_tokens)

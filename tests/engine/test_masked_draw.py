@@ -12,6 +12,7 @@ from m1serve.engine.generation import Generation, Sequence
 from m1serve.engine.grammar_compiler import GrammarCompiler
 from m1serve.engine.sampler import Sampler, seeded_rng
 from m1serve.engine.stopping import StopRules
+from m1serve.engine.token_ids import TokenIds
 from m1serve.types import GenerateRequest, Grammar, Limits, Sampling
 
 TOK = byte_tokenizer()
@@ -25,8 +26,10 @@ async def sequence(sampling: Sampling, grammar: Grammar | None, seed: int) -> Se
     compiler = GrammarCompiler(TOK)
     new_constraint = await compiler.constraints(request)
     compiler.close()
+    prompt = TokenIds.of(request.prompt_ids)
     return Sequence(
-        generation=Generation(request=request, outlet=cast(Any, None), order=0),
+        generation=Generation(request=request, prompt=prompt, outlet=cast(Any, None), order=0),
+        unread=prompt,
         choice=0,
         rules=StopRules(request, tokenizer=TOK, max_model_len=100),
         budget=None,

@@ -6,108 +6,168 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m1serve.engine.pages import PageAllocator
 from m1serve.engine.prefix_cache import PrefixCache, Space
 from m1serve.engine.slots import RowSnapshot
-from m1serve.model.state import SequenceState
+from m1serve.engine.token_ids import TokenIds
 
 SPACE = Space(weights_version="m@0", salt="")
 OTHER = Space(weights_version="m@0", salt="other")
 NEXT = Space(weights_version="m@1", salt="")
 
 
-def snapshot(num_floats: int = 8) -> RowSnapshot:
-    return RowSnapshot(state=SequenceState.empty(1), last_E=torch.zeros(num_floats))
+PAGE_BYTES = 100
+
+
+def snapshot(num_tokens: int, num_floats: int = 8, pages: list[int] | None = None) -> RowSnapshot:
+    """Holds pages of its own unless it is given some."""
+    allocator = PageAllocator(100, page_tokens=4)
+    held = allocator.take(allocator.pages_for(num_tokens)) if pages is None else pages
+    assert held is not None
+    return RowSnapshot(
+        lightning={},
+        last_E=torch.zeros(num_floats),
+        num_tokens=num_tokens,
+        pages=tuple(held),
+        allocator=allocator,
+    )
+
+
+def store(
+    cache: PrefixCache, space: Space, ids: tuple[int, ...], num_floats: int = 8
+) -> RowSnapshot:
+    """Only the cache holds it."""
+    kept = snapshot(len(ids), num_floats)
+    cache.put(space, TokenIds.of(ids), kept)
+    kept.release()
+    return kept
 
 
 def found(cache: PrefixCache, space: Space, ids: tuple[int, ...]) -> int:
-    hit = cache.find(space, ids)
+    hit = cache.find(space, TokenIds.of(ids))
     return 0 if hit is None else hit.num_tokens
 
 
+def a_cache(max_bytes: int) -> PrefixCache:
+    return PrefixCache(max_bytes, page_bytes=PAGE_BYTES)
+
+
 def test_the_longest_stored_prefix_is_found() -> None:
-    cache = PrefixCache(10_000)
-    short, long = snapshot(), snapshot()
-    cache.put(SPACE, (1, 2), short)
-    cache.put(SPACE, (1, 2, 3, 4), long)
-    hit = cache.find(SPACE, (1, 2, 3, 4, 5))
-    assert hit is not None
-    assert hit.snapshot is long
+    cache = a_cache(10_000)
+    store(cache, SPACE, (1, 2))
+    long = store(cache, SPACE, (1, 2, 3, 4))
+    assert cache.find(SPACE, TokenIds.of((1, 2, 3, 4, 5))) is long
     assert found(cache, SPACE, (1, 2, 3, 9)) == 2
     assert found(cache, SPACE, (2, 1, 3)) == 0
 
 
 def test_the_whole_prompt_is_never_a_hit() -> None:
-    cache = PrefixCache(10_000)
-    cache.put(SPACE, (1, 2, 3), snapshot())
+    cache = a_cache(10_000)
+    store(cache, SPACE, (1, 2, 3))
     assert found(cache, SPACE, (1, 2, 3)) == 0
     assert found(cache, SPACE, (1, 2, 3, 4)) == 3
 
 
 def test_salts_and_versions_are_spaces_of_their_own() -> None:
-    cache = PrefixCache(10_000)
-    cache.put(SPACE, (1, 2), snapshot())
+    cache = a_cache(10_000)
+    store(cache, SPACE, (1, 2))
     assert found(cache, OTHER, (1, 2, 3)) == 0
     assert found(cache, NEXT, (1, 2, 3)) == 0
 
 
 def test_a_dropped_version_is_gone_and_others_stay() -> None:
-    cache = PrefixCache(10_000)
+    cache = a_cache(10_000)
     for space in (SPACE, OTHER, NEXT):
-        cache.put(space, (1, 2), snapshot())
+        store(cache, space, (1, 2))
     cache.drop_version("m@0")
     assert [found(cache, space, (1, 2, 3)) for space in (SPACE, OTHER, NEXT)] == [0, 0, 2]
     assert len(cache) == 1
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    one = snapshot(100)
-    cache = PrefixCache(3 * (one.num_bytes + 16))
+    one = snapshot(2, 100)
+    cache = a_cache(3 * (one.state_bytes + 2 * 4 + PAGE_BYTES))
     for start in (1, 2, 3):
-        cache.put(SPACE, (start, 0), snapshot(100))
+        store(cache, SPACE, (start, 0), 100)
     assert found(cache, SPACE, (1, 0, 9)) == 2
-    assert not cache.wants(SPACE, (3, 0))
-    cache.put(SPACE, (4, 0), snapshot(100))
+    assert not cache.wants(SPACE, TokenIds.of((3, 0)), 2)
+    store(cache, SPACE, (4, 0), 100)
     assert [found(cache, SPACE, (start, 0, 9)) for start in (1, 2, 3, 4)] == [2, 0, 2, 2]
 
 
 def test_bytes_are_counted_and_never_exceed_the_budget() -> None:
-    cache = PrefixCache(1_000)
+    cache = a_cache(1_000)
     for start in range(20):
-        cache.put(SPACE, (start,), snapshot(start * 10))
+        store(cache, SPACE, (start,), start * 10)
         assert cache.num_bytes <= 1_000
     cache.drop_version("m@0")
     assert (cache.num_bytes, len(cache)) == (0, 0)
 
 
 def test_storing_again_replaces() -> None:
-    cache = PrefixCache(10_000)
-    cache.put(SPACE, (1, 2), snapshot())
+    cache = a_cache(10_000)
+    store(cache, SPACE, (1, 2))
     once = cache.num_bytes
-    cache.put(SPACE, (1, 2), snapshot())
+    store(cache, SPACE, (1, 2))
     assert (cache.num_bytes, len(cache)) == (once, 1)
 
 
 def test_what_is_larger_than_the_budget_is_not_kept() -> None:
-    cache = PrefixCache(50)
-    cache.put(SPACE, (1, 2), snapshot(1_000))
+    cache = a_cache(50)
+    store(cache, SPACE, (1, 2), 1_000)
     assert len(cache) == 0
 
 
 def test_without_a_budget_nothing_is_wanted() -> None:
-    cache = PrefixCache(0)
+    cache = a_cache(0)
     assert not cache.is_enabled
-    assert not cache.wants(SPACE, (1,))
+    assert not cache.wants(SPACE, TokenIds.of((1,)), 1)
+
+
+class Colliding(TokenIds):
+    """All of one length look the same."""
+
+    def fingerprint(self, num_tokens: int) -> int:
+        return num_tokens
 
 
 def test_equal_fingerprints_do_not_make_equal_prompts() -> None:
-    class Colliding(PrefixCache):
-        def _fingerprints(self, ids: tuple[int, ...]):  # noqa: ANN202
-            return super()._fingerprints((0,) * len(ids))
+    cache = a_cache(10_000)
+    cache.put(SPACE, Colliding.of((1, 2)), snapshot(2))
+    assert cache.find(SPACE, Colliding.of((7, 8, 9))) is None
+    assert cache.find(SPACE, Colliding.of((1, 2, 9))) is not None
 
-    cache = Colliding(10_000)
-    cache.put(SPACE, (1, 2), snapshot())
-    assert found(cache, SPACE, (7, 8, 9)) == 0
-    assert found(cache, SPACE, (1, 2, 9)) == 2
+
+def test_what_is_put_out_lets_go_of_its_pages() -> None:
+    cache = a_cache(10_000)
+    kept = store(cache, SPACE, (1, 2, 3, 4, 5))
+    assert kept.allocator.num_free == 98
+    assert cache.evict_oldest()
+    assert kept.allocator.num_free == 100
+    assert not cache.evict_oldest()
+
+
+def test_pages_of_several_snapshots_count_once() -> None:
+    cache = a_cache(10_000)
+    long = store(cache, SPACE, (1, 2, 3, 4, 5))
+    alone = cache.num_bytes
+    long.allocator.share(long.pages[:1])
+    short = snapshot(4, pages=list(long.pages[:1]))
+    short.allocator = long.allocator
+    cache.put(SPACE, TokenIds.of((1, 2, 3, 4)), short)
+    short.release()
+    assert cache.num_bytes - alone == short.state_bytes + 4 * 4
+    assert cache.num_reclaimable(long.allocator._holders) == 2
+    cache.evict_oldest()
+    assert cache.num_bytes == short.state_bytes + 4 * 4 + PAGE_BYTES
+    assert long.allocator.num_free == 99
+
+
+def test_a_page_that_somebody_runs_on_is_not_reclaimable() -> None:
+    cache = a_cache(10_000)
+    kept = store(cache, SPACE, (1, 2, 3, 4, 5))
+    kept.allocator.share(kept.pages[:1])
+    assert cache.num_reclaimable(kept.allocator._holders) == 1
 
 
 @given(
@@ -115,8 +175,8 @@ def test_equal_fingerprints_do_not_make_equal_prompts() -> None:
     prompt=st.lists(st.integers(0, 2), min_size=1, max_size=7),
 )
 def test_it_agrees_with_a_plain_search(stored: list[list[int]], prompt: list[int]) -> None:
-    cache = PrefixCache(1_000_000)
+    cache = a_cache(1_000_000)
     for ids in stored:
-        cache.put(SPACE, tuple(ids), snapshot(1))
+        store(cache, SPACE, tuple(ids), 1)
     fits = [len(ids) for ids in stored if len(ids) < len(prompt) and prompt[: len(ids)] == ids]
     assert found(cache, SPACE, tuple(prompt)) == max(fits, default=0)

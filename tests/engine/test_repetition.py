@@ -14,6 +14,7 @@ from m1serve.chat.byte_tokenizer import byte_tokenizer
 from m1serve.engine import generation
 from m1serve.engine.outbox import Outbox, Outlet
 from m1serve.engine.stopping import Stop, StopRules, ThinkBudget
+from m1serve.engine.token_ids import TokenIds
 from m1serve.types import (
     GenerateRequest,
     Limits,
@@ -131,10 +132,15 @@ class Masking:
 
 async def choice(request: GenerateRequest, **fields: Any) -> generation.Sequence:
     budget = request.limits.reasoning_budget
+    prompt = TokenIds.of(request.prompt_ids)
     return generation.Sequence(
         generation=generation.Generation(
-            request=request, outlet=Outlet(Outbox(), asyncio.get_running_loop()), order=0
+            request=request,
+            prompt=prompt,
+            outlet=Outlet(Outbox(), asyncio.get_running_loop()),
+            order=0,
         ),
+        unread=prompt,
         choice=0,
         rules=StopRules(request, tokenizer=TOK, max_model_len=1000),
         budget=(

@@ -108,7 +108,7 @@ def test_unusable_files_are_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="is truncated: "):
         load_model(saved)
     file.unlink()
-    with pytest.raises(WeightsError, match="model.safetensors is missing; fetch it again"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors is missing; fetch it again"):
         load_model(saved)
     (saved / "config.json").write_text("{")
     with pytest.raises(WeightsError, match="is not JSON"):
