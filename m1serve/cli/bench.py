@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from m1serve.cli.bench_longcontext import longcontext
 from m1serve.cli.bench_parity import parity
 from m1serve.errors import ConfigError
 
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from m1serve.clients.harness.process import Endpoint
 
 app = typer.Typer(
-    help="Public benchmarks from your own clones: tau, tau2, agentless; parity: this model.",
+    help="Public benchmarks from your own clones: tau, tau2, agentless. Of this engine: "
+    "longcontext, parity.",
     no_args_is_help=True,
 )
+app.command()(longcontext)
 app.command()(parity)
 Dir = Annotated[Path, typer.Option("--dir", help="Your clone; it is read and never written.")]
 Python = Annotated[
