@@ -1,0 +1,124 @@
+"""MiniMax's own log-probabilities come out of the engine, whatever it does at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest_asyncio
+import torch
+from torch import Tensor
+
+from m1serve.chat.tokenizer import ChatTokenizer
+from m1serve.config import EngineSettings
+from m1serve.engine.local import LocalEngine
+from m1serve.model.hybrid import M1ForCausalLM
+from m1serve.model.tiny import tiny_tokenizer
+from m1serve.model.weights import write_version
+from m1serve.types import Delta, GenerateRequest, Limits, Sampling, Started, VersionRef
+
+TOLERANCE = 4e-5
+"""Of a log-probability: twice that of the logits."""
+CUTS = (1, 33, 150, 256, 257, 400, 519)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    prompt: tuple[int, ...]
+    started: Started
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+async def say(engine: LocalEngine, name: str, prompt: list[int], **fields: Any) -> Said:
+    """Greedy, eight tokens at most."""
+    request = GenerateRequest(
+        id=name,
+        prompt_ids=tuple(prompt),
+        sampling=Sampling(temperature=0.0),
+        limits=Limits(max_tokens=8),
+        min_delta_interval_s=math.inf,
+        **fields,
+    )
+    started: Started | None = None
+    deltas: list[Delta] = []
+    async for item in engine.generate(request):
+        if isinstance(item, Started):
+            started = item
+        else:
+            deltas.append(item)
+    assert started is not None
+    return Said(
+        prompt=request.prompt_ids,
+        started=started,
+        token_ids=tuple(i for delta in deltas for i in delta.token_ids),
+        logprobs=tuple(p for delta in deltas for p in delta.logprobs),
+    )
+
+
+@pytest_asyncio.fixture
+async def engine(
+    golden_model: Callable[..., M1ForCausalLM], tmp_path: Path
+) -> AsyncIterator[LocalEngine]:
+    """Fewer slots than requests, chunks that divide nothing."""
+    file = tmp_path / "tokenizer.json"
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<filler {i}>" for i in range(512 - tokenizer.get_vocab_size())])
+    tokenizer.save(str(file))
+    path = write_version(
+        tmp_path / "weights",
+        weights_version="golden@0",
+        model=golden_model(),
+        tokenizer_file=file,
+        parent=None,
+        run_id=None,
+        golden_prompts=[list(range(10, 30))],
+    )
+    engine = LocalEngine.start(
+        VersionRef(weights_version="golden@0", path=str(path)),
+        settings=EngineSettings(num_slots=4, max_model_len=640, prefill_chunk_tokens=48),
+        tokenizer=ChatTokenizer.load(path / "serving"),
+    )
+    yield engine
+    await engine.close()
+
+
+@torch.no_grad()
+def sampled_error(model: M1ForCausalLM, said: Said) -> float:
+    """Against one forward over prompt and answer."""
+    ids_T = torch.tensor([*said.prompt, *said.token_ids])
+    logp_TV = torch.log_softmax(model(ids_T[None])[0], -1)
+    wanted_T = logp_TV[:-1].gather(-1, ids_T[1:, None])[-len(said.token_ids) :, 0]
+    return float((torch.tensor(said.logprobs) - wanted_T).abs().max())
+
+
+def token_logprobs(logits_TV: Tensor, ids_T: Tensor) -> Tensor:
+    """[T - 1]"""
+    return torch.log_softmax(logits_TV, -1)[:-1].gather(-1, ids_T[1:, None])[:, 0]
+
+
+async def test_prompts_and_answers_have_minimaxs_logprobs(
+    engine: LocalEngine, golden: dict[str, Any], golden_model: Callable[..., M1ForCausalLM]
+) -> None:
+    rows = [(golden["ids"][0], golden["full"][0]), (golden["ids"][1, 37:], golden["solo"][0])]
+    model = golden_model()
+    for turn in range(2):
+        asked = [
+            say(engine, f"p{turn}{i}", ids_T.tolist(), prompt_logprobs=True)
+            for i, (ids_T, _) in enumerate(rows)
+        ] + [say(engine, f"c{turn}{cut}", rows[0][0][:cut].tolist()) for cut in CUTS]
+        said = await asyncio.gather(*asked)
+        for (ids_T, logits_TV), scored in zip(rows, said, strict=False):
+            got_T = torch.tensor(scored.started.prompt_logprobs)
+            assert float((got_T - token_logprobs(logits_TV, ids_T)).abs().max()) < TOLERANCE
+        for cut, answer in zip(CUTS, said[2:], strict=True):
+            wanted_V = torch.log_softmax(golden["full"][0, cut - 1], -1)
+            assert answer.token_ids[0] == int(wanted_V.argmax())
+            assert abs(answer.logprobs[0] - float(wanted_V.max())) < TOLERANCE
+        assert max(sampled_error(model, answer) for answer in said) < TOLERANCE
+    # the second turn reads from snapshots of the first
+    assert max(answer.started.cached_tokens for answer in said[2:]) >= 256
