@@ -1,7 +1,7 @@
 """Do training and serving agree on the same tokens? Log-probabilities, layers, experts; pure torch.
 
-Serving reads a prompt in chunks into a fixed-capacity state and goes on token by token; training is
-one forward over all tokens that records gradients. Both on one device in one dtype.
+Serving reads a prompt in chunks into pages and goes on token by token, as the engine does;
+training is one forward over all tokens that records gradients. Both on one device in one dtype.
 Shapes: B rows, T tokens, P prompt tokens, E hidden, V vocabulary; N tokens of all rows.
 """
 
@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m1serve.model.config import SOFTMAX
+from m1serve.model.config import SOFTMAX, M1Config
 from m1serve.model.hybrid import M1ForCausalLM
+from m1serve.model.paged import KeyPages, PagedState, Span
 from m1serve.model.parity_trace import Trace, traced
 from m1serve.model.state import SequenceState
 
@@ -90,20 +91,41 @@ def serve(
         )
     model.eval()
     (B, P), weight = prompt_BP.shape, model.lm_head.weight
-    state = SequenceState.allocate(
-        model.config, B, P + num_new, device=weight.device, dtype=weight.dtype
-    )
+    state = paged_state(model.config, B, P + num_new, device=weight.device, dtype=weight.dtype)
     hidden: list[Tensor] = []
     ids = [prompt_BP]
     with traced(model) as trace:
+        start = 0
         for piece_BT in torch.split(prompt_BP, list(chunks), 1):
+            state.spans = (Span(start=start, num_tokens=piece_BT.shape[1]),) * B
             hidden.append(model.hidden(piece_BT, state)[0])
+            start += piece_BT.shape[1]
         for left in range(num_new, 0, -1):
             p_BV = torch.softmax(model.logits(hidden[-1][:, -1]), -1)
             ids.append(torch.multinomial(p_BV, 1, generator=generator))
             if left > 1:
                 hidden.append(model.hidden(ids[-1], state)[0])
     return Served(ids_BT=torch.cat(ids, 1), hidden_BTE=torch.cat(hidden, 1), trace=trace)
+
+
+def paged_state(
+    config: M1Config, num_rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype
+) -> PagedState:
+    """Rows that have read nothing, with pages for `capacity` tokens each, as an engine's pool."""
+    page_tokens = 256 if device.type == "cuda" else 32
+    pages_a_row = -(-capacity // page_tokens)
+    num_pages = num_rows * pages_a_row
+    empty = SequenceState.allocate(config, num_rows, 0, device=device)
+    page_N = torch.arange(num_pages, dtype=torch.int32, device=device)
+    return PagedState(
+        lightning=empty.lightning,
+        keys={},
+        values={},
+        length_B=empty.length_B,
+        fixed_capacity=True,
+        pages=KeyPages.allocate(config, num_pages, page_tokens, device=device, dtype=dtype),
+        page_BM=page_N.view(num_rows, pages_a_row),
+    )
 
 
 def train_forward(model: M1ForCausalLM, ids_BT: Tensor) -> tuple[Tensor, Trace]:
