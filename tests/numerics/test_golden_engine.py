@@ -15,7 +15,9 @@ from torch import Tensor
 
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings
+from m1serve.engine.cache_memory import CPU_PAGE_TOKENS
 from m1serve.engine.local import LocalEngine
+from m1serve.model.footprint import footprint
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.model.tiny import tiny_tokenizer
 from m1serve.model.weights import write_version
@@ -34,13 +36,15 @@ class Said:
     logprobs: tuple[float, ...]
 
 
-async def say(engine: LocalEngine, name: str, prompt: list[int], **fields: Any) -> Said:
-    """Greedy, eight tokens at most."""
+async def say(
+    engine: LocalEngine, name: str, prompt: list[int], *, max_tokens: int = 8, **fields: Any
+) -> Said:
+    """Greedy."""
     request = GenerateRequest(
         id=name,
         prompt_ids=tuple(prompt),
         sampling=Sampling(temperature=0.0),
-        limits=Limits(max_tokens=8),
+        limits=Limits(max_tokens=max_tokens),
         min_delta_interval_s=math.inf,
         **fields,
     )
@@ -60,11 +64,14 @@ async def say(engine: LocalEngine, name: str, prompt: list[int], **fields: Any) 
     )
 
 
+StartEngine = Callable[..., LocalEngine]
+
+
 @pytest_asyncio.fixture
-async def engine(
+async def start(
     golden_model: Callable[..., M1ForCausalLM], tmp_path: Path
-) -> AsyncIterator[LocalEngine]:
-    """Fewer slots than requests, chunks that divide nothing."""
+) -> AsyncIterator[StartEngine]:
+    """Starts engines with fewer slots than requests and chunks that divide nothing."""
     file = tmp_path / "tokenizer.json"
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([f"<filler {i}>" for i in range(512 - tokenizer.get_vocab_size())])
@@ -78,13 +85,21 @@ async def engine(
         run_id=None,
         golden_prompts=[list(range(10, 30))],
     )
-    engine = LocalEngine.start(
-        VersionRef(weights_version="golden@0", path=str(path)),
-        settings=EngineSettings(num_slots=4, max_model_len=640, prefill_chunk_tokens=48),
-        tokenizer=ChatTokenizer.load(path / "serving"),
-    )
-    yield engine
-    await engine.close()
+    engines: list[LocalEngine] = []
+
+    def start(**changes: Any) -> LocalEngine:
+        settings = EngineSettings(num_slots=4, max_model_len=640, prefill_chunk_tokens=48)
+        engine = LocalEngine.start(
+            VersionRef(weights_version="golden@0", path=str(path)),
+            settings=settings.model_copy(update=changes),
+            tokenizer=ChatTokenizer.load(path / "serving"),
+        )
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        await engine.close()
 
 
 @torch.no_grad()
@@ -102,10 +117,10 @@ def token_logprobs(logits_TV: Tensor, ids_T: Tensor) -> Tensor:
 
 
 async def test_prompts_and_answers_have_minimaxs_logprobs(
-    engine: LocalEngine, golden: dict[str, Any], golden_model: Callable[..., M1ForCausalLM]
+    start: StartEngine, golden: dict[str, Any], golden_model: Callable[..., M1ForCausalLM]
 ) -> None:
     rows = [(golden["ids"][0], golden["full"][0]), (golden["ids"][1, 37:], golden["solo"][0])]
-    model = golden_model()
+    model, engine = golden_model(), start()
     for turn in range(2):
         asked = [
             say(engine, f"p{turn}{i}", ids_T.tolist(), prompt_logprobs=True)
@@ -122,3 +137,26 @@ async def test_prompts_and_answers_have_minimaxs_logprobs(
         assert max(sampled_error(model, answer) for answer in said) < TOLERANCE
     # the second turn reads from snapshots of the first
     assert max(answer.started.cached_tokens for answer in said[2:]) >= 256
+
+
+async def test_who_gave_way_and_read_again_has_minimaxs_logprobs(
+    start: StartEngine, golden: dict[str, Any], golden_model: Callable[..., M1ForCausalLM]
+) -> None:
+    """Pages for hardly more than one of four sequences: who came last is preempted and recomputed."""
+    sizes = footprint(golden_model().config, weight_itemsize=4, kv_itemsize=4)
+    num_pages = 640 // CPU_PAGE_TOKENS + 4
+    engine = start(
+        snapshot_bytes=0,
+        memory_bytes=8 * sizes.state_bytes + num_pages * CPU_PAGE_TOKENS * sizes.kv_token_bytes,
+    )
+    ids = golden["ids"][0].tolist()
+    cuts = (90, 150, 210, 250)
+    said = await asyncio.gather(
+        *(say(engine, f"r{cut}", ids[:cut], max_tokens=120) for cut in cuts)
+    )
+    assert engine.stats().num_preemptions > 0
+    for cut, answer in zip(cuts, said, strict=True):
+        wanted_V = torch.log_softmax(golden["full"][0, cut - 1], -1)
+        assert abs(answer.logprobs[0] - float(wanted_V.max())) < TOLERANCE
+        assert len(answer.token_ids) == 120
+        assert sampled_error(golden_model(), answer) < TOLERANCE
