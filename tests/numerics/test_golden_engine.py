@@ -142,7 +142,7 @@ async def test_prompts_and_answers_have_minimaxs_logprobs(
 async def test_who_gave_way_and_read_again_has_minimaxs_logprobs(
     start: StartEngine, golden: dict[str, Any], golden_model: Callable[..., M1ForCausalLM]
 ) -> None:
-    """Pages for hardly more than one of four sequences: who came last is preempted and recomputed."""
+    """Pages for hardly more than one of four sequences: the last is preempted and recomputed."""
     sizes = footprint(golden_model().config, weight_itemsize=4, kv_itemsize=4)
     num_pages = 640 // CPU_PAGE_TOKENS + 4
     engine = start(

@@ -22,6 +22,7 @@ from m1serve.model.parity import (
     serve,
     train_forward,
 )
+from m1serve.model.slice import random_model_on
 from m1serve.model.tiny import random_model, tiny_config
 
 NANO = Path(m1serve.model.__file__).parent / "nano"
@@ -72,6 +73,24 @@ def test_a_bf16_head_costs_agreement_that_the_fp32_head_keeps() -> None:
     assert report.fp32_head.r > 0.999
     assert report.bf16_head.r < report.fp32_head.r
     assert report.bf16_head.mean_abs_dlogp > report.fp32_head.mean_abs_dlogp
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_bf16_model_agrees_on_a_gpu() -> None:
+    """M1's head dim, so that the kernels run; its other widths are `m1serve bench parity`'s."""
+    config = replace(
+        tiny_config(4096), hidden_size=512, head_dim=128, rotary_dim=64, intermediate_size=512
+    )
+    device = torch.device("cuda")
+    model = random_model_on(config, device, torch.bfloat16)
+    generator = torch.Generator(device=device).manual_seed(0)
+    ids = torch.randint(4096, (4, 300), generator=generator, device=device)
+    served = serve(model, ids, 200, chunks=(256, 44), generator=generator)
+    report = measure_parity(model, served, prompt=300)
+    assert report.fp32_head.r >= 0.997
+    assert report.fp32_head.mean_abs_dlogp <= 1.5e-2
+    assert max(layer.flip_rate for layer in report.layers) < 0.05
 
 
 class Drifting(Block):
