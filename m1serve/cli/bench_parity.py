@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +15,9 @@ from m1serve.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
-    from m1serve.model.hybrid import M1ForCausalLM
     from m1serve.model.parity import ParityReport
+    from m1serve.model.parity_random import RandomRun
 
 Model = Annotated[
     str,
@@ -62,36 +61,31 @@ def parity(
     """Training's log-probabilities of tokens against those of serving, which sampled them."""
     import torch
 
-    from m1serve.model.parity import measure_parity, serve
-    from m1serve.model.slice import SLICE_VOCAB
+    from m1serve.model.parity_random import RandomRun, random_parity
+    from m1serve.model.slice import slice_config
 
     on, kind = _placed(device, dtype)
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: {out.parent} is no directory; make it first")
-    generator = torch.Generator(device=on).manual_seed(seed)
+    run = RandomRun(
+        rows=rows,
+        prompt_tokens=prompt_tokens,
+        sampled_tokens=tokens,
+        chunk=chunk,
+        head_scale=head_scale,
+        seed=seed,
+    )
     if model == "slice":
-        loaded = _slice(on, kind, head_scale, seed)
-        shape = (rows, prompt_tokens)
-        prompt_BP = torch.randint(SLICE_VOCAB, shape, generator=generator, device=on)
+        report = random_parity(slice_config(), run, device=on, dtype=kind)
     else:
-        loaded, prompt_P = _from_directory(model, on, kind, seed)
-        prompt_BP = prompt_P.expand(rows, -1)
-    P = prompt_BP.shape[1]
-    served = serve(loaded, prompt_BP, tokens, chunks=_chunks(P, chunk), generator=generator)
-    report = measure_parity(loaded, served, prompt=P)
+        run, report = _of_directory(model, run, on, kind)
     setting = {
         "model": model,
         "device": _device_name(on),
         "torch": torch.__version__,
         "dtype": str(kind).removeprefix("torch."),
-        "rows": rows,
-        "prompt_tokens": P,
-        "sampled_tokens": tokens,
-        "chunk": chunk,
-        "head_scale": head_scale if model == "slice" else 1.0,
-        "seed": seed,
     }
-    _write(setting, report, out)
+    _write(setting | asdict(run), report, out)
 
 
 def _placed(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
@@ -110,21 +104,10 @@ def _placed(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     return torch.device(device), kinds.get(dtype, by_device)
 
 
-def _slice(device: torch.device, dtype: torch.dtype, head_scale: float, seed: int) -> M1ForCausalLM:
-    from m1serve.model.checkpoint import require_memory
-    from m1serve.model.slice import random_model_on, slice_config
-
-    config = slice_config()
-    require_memory(config, device=device, dtype=dtype)
-    model = random_model_on(config, device, dtype, seed=seed)
-    model.lm_head.weight.mul_(head_scale)
-    return model
-
-
-def _from_directory(
-    name: str, device: torch.device, dtype: torch.dtype, seed: int
-) -> tuple[M1ForCausalLM, Tensor]:
-    """A model directory and a task of ours as its prompt."""
+def _of_directory(
+    name: str, run: RandomRun, device: torch.device, dtype: torch.dtype
+) -> tuple[RandomRun, ParityReport]:
+    """A model directory, with a task of ours as the prompt of every row; and what was run."""
     import torch
 
     import m1serve.model
@@ -133,23 +116,24 @@ def _from_directory(
     from m1serve.chat.tokenizer import ChatTokenizer
     from m1serve.envs.base import make_task, task_ids
     from m1serve.model.checkpoint import load_model
+    from m1serve.model.parity import chunk_lengths, measure_parity, serve
 
     path = Path(m1serve.model.__path__[0]) / "nano" if name == "nano" else Path(name)
     if not path.is_dir():
         raise ConfigError(f"--model {name} is neither nano, slice nor a directory")
-    task = make_task(task_ids("report", "compare", 1, seed)[0])
+    task = make_task(task_ids("report", "compare", 1, run.seed)[0])
     messages = [
         ChatMessage(role="system", content=task.system),
         ChatMessage(role="user", content=task.user),
     ]
     ids = encode_prompt(ChatTokenizer.load(path), messages, task.tools).ids
     model = load_model(path, device=device, dtype=dtype)
-    return model, torch.tensor(ids, device=device)
-
-
-def _chunks(num_tokens: int, chunk: int) -> list[int]:
-    full, rest = divmod(num_tokens, chunk)
-    return [chunk] * full + [rest] * bool(rest)
+    prompt_BP = torch.tensor(ids, device=device).expand(run.rows, -1)
+    generator = torch.Generator(device=device).manual_seed(run.seed)
+    chunks = chunk_lengths(len(ids), run.chunk)
+    served = serve(model, prompt_BP, run.sampled_tokens, chunks=chunks, generator=generator)
+    report = measure_parity(model, served, prompt=len(ids))
+    return replace(run, prompt_tokens=len(ids), head_scale=1.0), report
 
 
 def _device_name(device: torch.device) -> str:

@@ -158,6 +158,12 @@ def measure_parity(model: M1ForCausalLM, served: Served, *, prompt: int) -> Pari
     )
 
 
+def chunk_lengths(num_tokens: int, chunk: int) -> list[int]:
+    """Full chunks and what is left."""
+    full, rest = divmod(num_tokens, chunk)
+    return [chunk] * full + [rest] * bool(rest)
+
+
 def agreement(training_N: Tensor, serving_N: Tensor) -> Agreement:
     """Of log-probabilities; sums in float64."""
     a_N, b_N = training_N.double(), serving_N.double()

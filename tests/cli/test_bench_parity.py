@@ -56,7 +56,7 @@ def test_a_slice_is_made_of_random_weights(monkeypatch: pytest.MonkeyPatch) -> N
         for more in ((), ("--head-scale", "1"))
     ]
     assert [layer["kind"] for layer in reports[0]["layers"]] == ["lightning"] * 7 + ["softmax"]
-    assert reports[0]["prompt_tokens"] == 40
+    assert (reports[0]["prompt_tokens"], reports[1]["head_scale"]) == (40, 1)
     assert reports[0]["fp32_head"]["mean_abs_dlogp"] <= 1e-5
     assert reports[0]["entropy"] < reports[1]["entropy"] - 1
 

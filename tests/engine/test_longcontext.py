@@ -31,6 +31,8 @@ def test_a_tiny_run_measures_everything_and_saves_on_its_way() -> None:
     assert [(row["context"], row["batch"]) for row in result["decode"]] == list(plan.decodes)
     assert all(row["ms"] > 0 and row["experts_touched"] >= 2 for row in result["decode"])
     assert result["snapshot"]["speedup"] > 1
+    assert result["parity"]["r"] > 0.9999
+    assert {"mean_abs_dlogp", "r_bf16_head", "head_scale", "layers"} <= result["parity"].keys()
     assert saved == sorted(saved)
     assert len(saved) >= 5
 

@@ -9,7 +9,7 @@ import gc
 import logging
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from m1serve.engine.longcontext.rig import Rig
 from m1serve.kernels.benchmark.timing import measure_ceilings
 from m1serve.model.config import M1Config
 from m1serve.model.footprint import footprint
+from m1serve.model.parity_random import RandomRun, random_parity
 from m1serve.model.slice import M1_VOCAB, random_model_on, slice_config
 from m1serve.model.tiny import tiny_config
 
@@ -51,6 +52,7 @@ class Plan:
     num_slots: int
     profiled: tuple[int, ...] = ()
     """Prompts that are read a second time under the profiler"""
+    parity: RandomRun = field(default_factory=RandomRun)
 
 
 def slice_plan() -> Plan:
@@ -80,6 +82,7 @@ def tiny_plan() -> Plan:
         chunk_tokens=256,
         snapshot_tokens=512,
         num_slots=4,
+        parity=RandomRun(rows=2, prompt_tokens=64, sampled_tokens=16, chunk=48),
     )
 
 
@@ -99,6 +102,7 @@ def run(plan: Plan, *, device: torch.device, dtype: torch.dtype, save: Save) -> 
     if plan.other_vocab is not None:
         rows.append(_at_vocab(plan, plan.other_vocab, device, dtype))
         result["decode"] = [asdict(row) for row in rows]
+        _free()
     if ceilings is not None:
         measured = Measured(
             config=plan.config,
@@ -109,6 +113,8 @@ def run(plan: Plan, *, device: torch.device, dtype: torch.dtype, save: Save) -> 
         )
         result["bars"] = [bar.to_json() for bar in bars(measured)]
         result["projection"] = projection(measured)
+    save(result)
+    result["parity"] = _parity(plan, device, dtype)
     save(result)
     return result
 
@@ -152,6 +158,18 @@ def _at_vocab(plan: Plan, vocab_size: int, device: torch.device, dtype: torch.dt
     )
     rig = Rig(random_model_on(other.config, device, dtype), _settings(other, dtype))
     return measure_decode(rig, context=context, batch=1)
+
+
+def _parity(plan: Plan, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Training against serving on the same tokens; by layer too."""
+    report = random_parity(plan.config, plan.parity, device=device, dtype=dtype)
+    return {
+        "r": report.fp32_head.r,
+        "mean_abs_dlogp": report.fp32_head.mean_abs_dlogp,
+        "r_bf16_head": report.bf16_head.r,
+        **asdict(plan.parity),
+        **asdict(report),
+    }
 
 
 def _settings(plan: Plan, dtype: torch.dtype) -> EngineSettings:
