@@ -62,7 +62,7 @@ def start(root: Path, num_tokens: int) -> tuple[subprocess.Popen[bytes], str]:
 
 @dataclass
 class Memory:
-    """Resident MiB of the processes that serve, every few seconds."""
+    """Resident MiB of the processes that serve from one home, every few seconds."""
 
     home: Path
     samples: list[tuple[float, float]] = field(default_factory=list)
@@ -80,11 +80,11 @@ class Memory:
     def _watch(self) -> None:
         begin = time.monotonic()
         while not self._is_over.wait(2.0):
-            self.samples.append((time.monotonic() - begin, serving_mib()))
+            self.samples.append((time.monotonic() - begin, serving_mib(self.home)))
 
     def summary(self) -> dict[str, float]:
         """Of the first tenth, when it is warm, and of the last."""
-        values = [mib for _, mib in self.samples]
+        values = [mib for _, mib in self.samples] or [serving_mib(self.home)]
         tenth = max(len(values) // 10, 1)
         return {
             "first_mib": max(values[:tenth]),
@@ -93,14 +93,16 @@ class Memory:
         }
 
 
-def serving_mib() -> float:
-    """Of Ray Serve's replicas: the ingress and the engine."""
+def serving_mib(home: Path) -> float:
+    """Of Ray Serve's replicas of this home: the ingress and the engine."""
     total = 0.0
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             if b"ServeReplica" not in (entry / "cmdline").read_bytes():
+                continue
+            if f"M1SERVE_HOME={home}".encode() not in (entry / "environ").read_bytes():
                 continue
             status = (entry / "status").read_text()
         except OSError:
@@ -198,7 +200,10 @@ def main() -> None:
                 print(json.dumps(result[name]), file=sys.stderr)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
     text = json.dumps(result, indent=1) + "\n"
     print(text) if chosen.out is None else chosen.out.write_text(text)
 

@@ -82,15 +82,15 @@ class EngineSettings(_Section):
     num_slots: int = Field(default=128, ge=1)
     """Sequences that decode together."""
     max_model_len: int = Field(default=2048, ge=16)
-    prefill_chunk_tokens: int = Field(default=1024, ge=16)
+    prefill_chunk_tokens: int | None = Field(default=None, ge=16)
     """Prompt tokens read in one step, so that decodes are never starved; fewer where the context is
-    long and a token costs more."""
+    long and a token costs more. (1,024 on a CPU, 16,384 on a GPU)"""
     memory_bytes: int | None = Field(default=None, gt=0)
     """For states, keys and values, and snapshots, beside the weights. None: what is free when the
     engine starts, as far as its slots can use it."""
     snapshot_bytes: int = Field(default=256 * 2**20, ge=0)
-    """Part of it for prefix snapshots; keys and values that running sequences hold anyway count
-    here too."""
+    """Part of it for the states of prefix snapshots. The keys and values that they share lie in the
+    pages of all, and are given up when those run out."""
     max_waiting: int = Field(default=4096, ge=1)
     """Requests queued before new ones are refused with 503."""
     num_threads: int = Field(default=1, ge=1)

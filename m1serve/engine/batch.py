@@ -140,10 +140,13 @@ class VersionBatch:
 
     # ---- reading prompts -----------------------------------------------------------------------
 
-    def read(self, budget: float) -> Progress:
-        """Reads prompt tokens that cost so much; each sequence stops where a snapshot is due."""
+    def read(self, budget: float, *, at_least: int = 1) -> Progress:
+        """Reads prompt tokens that cost so much; each sequence stops where a snapshot is due.
+
+        The first in line reads `at_least` so many, whatever they cost.
+        """
         order, wants = list(self.rows.reading), self.wants
-        counts = share_budget(wants, budget)
+        counts = share_budget(wants, budget, at_least=at_least)
         failed: list[Sequence] = []
         for group in group_by_width(counts):
             failed += self._read_group(

@@ -13,6 +13,7 @@ from m1serve.engine.slots import SlotPool
 from m1serve.errors import ConfigError
 from m1serve.model.config import M1Config
 from m1serve.model.devices import device_of
+from m1serve.model.footprint import footprint
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.model.paged import KeyPages
 
@@ -32,7 +33,7 @@ class CacheMemory:
         self._max_tokens = settings.max_model_len
         page_tokens = GPU_PAGE_TOKENS if weight.is_cuda else CPU_PAGE_TOKENS
         self.plan = _planned(model, settings, page_tokens)
-        self.snapshots = PrefixCache(settings.snapshot_bytes, page_bytes=self.plan.page_bytes)
+        self.snapshots = PrefixCache(settings.snapshot_bytes)
         self.allocator = PageAllocator(
             self.plan.num_pages, page_tokens=page_tokens, spare=self.snapshots
         )
@@ -68,9 +69,17 @@ def _planned(model: M1ForCausalLM, settings: EngineSettings, page_tokens: int) -
     )
     device = device_of(weight.device)
     assert device is not None, f"{weight.device} has no memory"
+    asked = settings.memory_bytes
+    if asked is not None and asked > device.free_bytes:
+        raise ConfigError(
+            f"engine.memory_bytes is {asked / 2**30:.2f} GiB, and on {device.name} "
+            f"{device.free_bytes / 2**30:.2f} GiB are free beside the weights; lower it or leave "
+            "it out"
+        )
     usable = int(_USABLE * device.free_bytes)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     others = (settings.max_held_versions - 1) * weight_bytes
+    _warn_of_small_snapshots(model.config, settings)
     try:
         return plan(free=usable - others)
     except ConfigError:
@@ -80,3 +89,14 @@ def _planned(model: M1ForCausalLM, settings: EngineSettings, page_tokens: int) -
             others / 2**30,
         )
         return alone
+
+
+def _warn_of_small_snapshots(config: M1Config, settings: EngineSettings) -> None:
+    state_bytes = footprint(config, weight_itemsize=4, kv_itemsize=4).state_bytes
+    if 0 < settings.snapshot_bytes < state_bytes:
+        logger.warning(
+            "engine.snapshot_bytes is %d MiB and the states of one snapshot are %d MiB: no prefix "
+            "will be kept",
+            settings.snapshot_bytes >> 20,
+            state_bytes >> 20,
+        )

@@ -22,6 +22,8 @@ from m1serve.types import EngineStats, StopCause
 
 logger = logging.getLogger(__name__)
 
+CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 1024, 16_384
+"""A GPU reads all experts for any chunk of a few hundred tokens: a small one costs as much."""
 OVERDUE = Stop(cause=StopCause.ABORT, detail="deadline")
 
 
@@ -38,6 +40,9 @@ class EngineCore:
         self.outbox = Outbox()
         self._settings = settings
         self._memory = CacheMemory(model, settings)
+        self._chunk_tokens = settings.prefill_chunk_tokens or (
+            GPU_CHUNK_TOKENS if model.embed_tokens.weight.is_cuda else CPU_CHUNK_TOKENS
+        )
         self._sampler = Sampler(vocab_size=vocab_size, device=str(model.embed_tokens.weight.device))
         self._waiting = WaitingQueue()
         self._open: dict[str, Generation] = {}
@@ -117,7 +122,10 @@ class EngineCore:
                 if sequence.generation.follows_weights:
                     self._move_off(batch, sequence)
         for generation in self._open.values():
-            if generation.follows_weights:
+            # who runs on these already goes on as it is
+            is_old = generation.weights_version != fresh.weights_version
+            if generation.follows_weights and is_old:
+                self._hand_out_old(generation)
                 generation.rebind()
         self._versions.make_current(fresh)
         self._num_swaps += 1
@@ -153,19 +161,21 @@ class EngineCore:
 
     def _read_prompts(self) -> None:
         """Places what waits and reads prompts until the step's budget is used."""
-        budget = float(self._settings.prefill_chunk_tokens)
+        budget = float(self._chunk_tokens)
+        at_least = 1
         while True:
             for generation, error in self._placement.place(budget):
                 self._end(generation, failed_by(error))
             num_read = 0
             for batch in self._versions:
-                progress = batch.read(budget)
+                progress = batch.read(budget, at_least=at_least)
                 budget -= progress.cost
                 num_read += progress.num_tokens
                 self._settle(batch, progress)
             if num_read == 0:
                 return
             self._prefilled_tokens += num_read
+            at_least = 0
 
     def _settle(self, batch: VersionBatch, progress: Progress) -> None:
         """Prompts that have been read: choices may fork, scoring is done, failures end."""
@@ -219,12 +229,16 @@ class EngineCore:
         self._finish(running, version)
 
     def _move_off(self, batch: VersionBatch, sequence: Sequence) -> None:
-        """Hands out what the old weights sampled and queues the rest for the new ones."""
-        generation = sequence.generation
-        if len(sequence.token_ids) > sequence.num_sent:
-            generation.outlet.put(sequence.next_delta(batch.weights_version))
+        """Queues it for the new weights; what the old ones sampled is handed out after that."""
         batch.rows.release(sequence)
         self._placement.requeue(sequence)
+
+    def _hand_out_old(self, generation: Generation) -> None:
+        """What was sampled so far, wherever its choices wait: a delta is of one version."""
+        version = generation.weights_version
+        for sequence in generation.sequences:
+            if version is not None and len(sequence.token_ids) > sequence.num_sent:
+                generation.outlet.put(sequence.next_delta(version))
 
     def _drop_drained(self) -> None:
         for weights_version in self._versions.drop_drained(self._open.values()):

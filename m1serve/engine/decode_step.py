@@ -28,6 +28,7 @@ class DecodeStep:
         self._model, self._pool = model, pool
         device, num_rows = pool.last_RE.device, pool.num_rows
         self._graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if with_graphs else None
+        self._memory_pool = torch.cuda.graph_pool_handle() if with_graphs else None
         self._token_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._count_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
@@ -57,7 +58,7 @@ class DecodeStep:
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # other threads may load weights meanwhile
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._memory_pool, capture_error_mode="thread_local"):
                 self._masked_step(num_rows)
             self._graphs[num_rows] = graph
         return self._graphs[num_rows]

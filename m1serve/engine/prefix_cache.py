@@ -32,13 +32,17 @@ class _Entry:
     ids: NDArray[np.int32]
     snapshot: RowSnapshot
 
+    @property
+    def num_bytes(self) -> int:
+        return self.snapshot.state_bytes + self.ids.nbytes
+
 
 class PrefixCache:
     """Owned by the step thread. Holds the snapshots that it was given until they make room."""
 
-    def __init__(self, max_bytes: int, *, page_bytes: int) -> None:
-        """`page_bytes` are of all layers; a page of several snapshots counts once."""
-        self._max_bytes, self._page_bytes = max_bytes, page_bytes
+    def __init__(self, max_bytes: int) -> None:
+        """Of states and ids; pages are counted where they lie, and given up when they run out."""
+        self._max_bytes = max_bytes
         self.num_bytes = 0
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
         self._lengths: dict[Space, Counter[int]] = {}
@@ -73,20 +77,33 @@ class PrefixCache:
         return False
 
     def put(self, space: Space, ids: TokenIds, snapshot: RowSnapshot) -> None:
-        """Of the first tokens of `ids`, as many as the snapshot has."""
+        """Of the first tokens of `ids`, as many as the snapshot has; nothing if it is too large."""
         length = snapshot.num_tokens
         key = _Key(space, length, ids.fingerprint(length))
+        # a view would keep all of a long prompt for its beginning
+        own = ids.array if length == len(ids) else ids.array[:length].copy()
+        entry = _Entry(ids=own, snapshot=snapshot)
+        if entry.num_bytes > self._max_bytes:
+            return
+        snapshot.hold()
         self._remove(key)
-        entry = _Entry(ids=ids.array[:length], snapshot=snapshot.hold())
         self._entries[key] = entry
         self._lengths.setdefault(space, Counter())[length] += 1
         self._count(entry, 1)
-        while self.num_bytes > self._max_bytes and self.evict_oldest():
-            pass
+        while self.num_bytes > self._max_bytes:
+            self.evict_oldest()
 
     def num_reclaimable(self, holders: list[int]) -> int:
-        """Pages that nobody but snapshots here holds."""
-        return sum(holders[page] == count for page, count in self._pages.items())
+        """Pages that nobody holds but snapshots that nobody else holds."""
+        kept = {
+            page
+            for entry in self._entries.values()
+            if entry.snapshot.num_holders > 1
+            for page in entry.snapshot.pages
+        }
+        return sum(
+            holders[page] == count and page not in kept for page, count in self._pages.items()
+        )
 
     def evict_oldest(self) -> bool:
         """False: there is nothing left."""
@@ -113,12 +130,8 @@ class PrefixCache:
             del self._lengths[key.space]
 
     def _count(self, entry: _Entry, sign: int) -> None:
-        """Its bytes, and those of the pages that no other entry has."""
-        self.num_bytes += sign * (entry.snapshot.state_bytes + entry.ids.nbytes)
+        self.num_bytes += sign * entry.num_bytes
         for page in entry.snapshot.pages:
-            before = self._pages[page]
-            self._pages[page] = before + sign
-            if before == (0 if sign > 0 else 1):
-                self.num_bytes += sign * self._page_bytes
+            self._pages[page] += sign
             if self._pages[page] == 0:
                 del self._pages[page]

@@ -64,11 +64,16 @@ class RowTable:
             target = self._free_row()
             self.pool.move(row, target)
             occupant.row = target
-        if not self.pool.restore(row, snapshot):
-            return False
-        sequence.num_read = len(sequence.unread)
-        self._append(sequence, row)
-        return True
+        has_pages = False
+        try:
+            has_pages = self.pool.restore(row, snapshot)
+        finally:
+            if not has_pages:
+                self.pool.free(row)
+        if has_pages:
+            sequence.num_read = len(sequence.unread)
+            self._append(sequence, row)
+        return has_pages
 
     def promote(self, sequence: Sequence) -> None:
         """Moves a sequence that has read everything to the end of the decoding rows."""

@@ -53,32 +53,36 @@ class Want:
     cost: float = 1.0
     """Of one token, where one at an empty context is 1."""
 
+    @property
+    def total(self) -> float:
+        return self.num_tokens * self.cost
 
-def share_budget(wants: Sequence[Want], budget: float) -> list[int]:
+
+def share_budget(wants: Sequence[Want], budget: float, *, at_least: int = 1) -> list[int]:
     """How many tokens each may read in a step that costs at most `budget`.
 
-    First come, first served, but the first leaves half to the others: whoever comes behind a
-    prompt of a million tokens does not wait for it. The first always gets on by a token.
+    The first, which waited longest, leaves half to the others, the shortest of them first: whoever
+    comes behind prompts of a million tokens does not wait for them. It reads `at_least` so many.
     """
     if not wants or budget < 1:
         return [0] * len(wants)
     first, *others = wants
-    wanted_by_others = sum(want.num_tokens * want.cost for want in others)
-    share = max(budget / 2, budget - wanted_by_others)
-    counts = [min(first.num_tokens, max(int(share / first.cost), 1))]
+    share = max(budget / 2, budget - sum(want.total for want in others))
+    counts = [0] * len(wants)
+    counts[0] = min(first.num_tokens, max(int(share / first.cost), at_least))
     left = budget - counts[0] * first.cost
-    for want in others:
-        counts.append(min(want.num_tokens, max(int(left / want.cost), 0)))
-        left -= counts[-1] * want.cost
+    for i in sorted(range(1, len(wants)), key=lambda i: wants[i].total):
+        counts[i] = min(wants[i].num_tokens, max(int(left / wants[i].cost), 0))
+        left -= counts[i] * wants[i].cost
     return counts
 
 
 def planned_cost(wants: Sequence[Want], budget: float) -> float:
-    """What of a step's budget is spoken for: the first takes half at most when others come."""
+    """What of a step's budget is spoken for; prompts of more than a step make way for others."""
     if not wants:
         return 0.0
-    first, *others = (want.num_tokens * want.cost for want in wants)
-    return min(first, budget / 2) + sum(others)
+    first, *others = (want.total for want in wants)
+    return min(first, budget / 2) + sum(total for total in others if total <= budget)
 
 
 def group_by_width(counts: Sequence[int]) -> list[list[int]]:

@@ -128,11 +128,14 @@ class SlotPool:
 
     def snapshot(self, row: int, num_tokens: int) -> RowSnapshot:
         """Of a row that has consumed `num_tokens`."""
+        lightning = {i: t[row].clone() for i, t in self.state.lightning.items()}
+        last_E = self.last_RE[row].clone()
+        # a copy that finds no memory must leave nothing held
         pages = tuple(self._held[row][: self._allocator.pages_for(num_tokens)])
         self._allocator.share(pages)
         return RowSnapshot(
-            lightning={i: t[row].clone() for i, t in self.state.lightning.items()},
-            last_E=self.last_RE[row].clone(),
+            lightning=lightning,
+            last_E=last_E,
             num_tokens=num_tokens,
             pages=pages,
             allocator=self._allocator,
@@ -154,11 +157,12 @@ class SlotPool:
         own = self._allocator.take(len(snapshot.pages) - num_full)
         if own is None:
             return False
-        for source, target in zip(snapshot.pages[num_full:], own, strict=True):
-            self._pages.copy_page(source, target)
         full = snapshot.pages[:num_full]
         self._allocator.share(full)
+        # the row's from here on, so that whoever sees this fail can free it
         self._append(row, [*full, *own])
+        for source, target in zip(snapshot.pages[num_full:], own, strict=True):
+            self._pages.copy_page(source, target)
         for i, t in snapshot.lightning.items():
             self.state.lightning[i][row] = t
         self.state.length_B[row] = snapshot.num_tokens
@@ -202,8 +206,8 @@ class SlotPool:
         start, end = len(held), len(held) + len(pages)
         table_M = self.state.page_BM[row]
         assert end <= len(table_M), f"{end} pages, a row has at most {len(table_M)}"
-        table_M[start:end] = torch.tensor(pages, dtype=torch.int32)
         held += pages
+        table_M[start:end] = torch.tensor(pages, dtype=torch.int32)
 
     def _copy_states(self, source: int, target: int) -> None:
         for t in self.state.lightning.values():

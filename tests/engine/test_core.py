@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import torch
 
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings
+from m1serve.engine import batch as batch_module
 from m1serve.engine.core import EngineCore
 from m1serve.engine.generation import Generation, Sequence
 from m1serve.engine.outbox import Item, Outbox, Outlet
@@ -23,6 +25,7 @@ from m1serve.model.weights import load_version
 from m1serve.types import (
     Delta,
     GenerateRequest,
+    InFlight,
     Limits,
     Sampling,
     Started,
@@ -58,7 +61,7 @@ class Bench:
         self.num += 1
         request = GenerateRequest(
             id=str(self.num),
-            prompt_ids=tuple(range(10, 10 + num_prompt)),
+            prompt_ids=tuple(10 + i % 300 for i in range(num_prompt)),
             limits=Limits(max_tokens=fields.pop("max_tokens", 100)),
             sampling=Sampling(logit_bias=((self.tok.eos_id, -100.0),)),
             n=n,
@@ -75,9 +78,12 @@ class Bench:
             Sequence(
                 generation=generation,
                 choice=i,
-                rules=StopRules(request, tokenizer=self.tok, max_model_len=256),
+                rules=StopRules(
+                    request, tokenizer=self.tok, max_model_len=self.settings.max_model_len
+                ),
                 budget=None,
                 rng=seeded_rng(1, i),
+                emit_at_s=request.min_delta_interval_s,
                 unread=generation.prompt,
             )
             for i in range(n)
@@ -219,6 +225,128 @@ def test_who_came_last_gives_way_and_a_higher_priority_after_that(
     bench.step(400)
     assert not bench.core.has_work
     assert {listener.num_tokens for listener in (preferred, first, second, third)} == {100}
+
+
+def test_choices_wait_through_a_switch_to_the_weights_they_run_on(
+    model: M1ForCausalLM, tok: ChatTokenizer
+) -> None:
+    """Their leader is reading for them: it must not be forgotten."""
+    bench = Bench(model, tok, prefill_chunk_tokens=16)
+    heard = bench.submit(40, n=3, max_tokens=2, in_flight=InFlight.RECOMPUTE)
+    bench.step()
+    assert bench.core.switch_back("tiny@0")
+    bench.step(20)
+    assert not bench.core.has_work
+    assert heard.num_tokens == 6
+
+
+def test_a_prompt_gives_way_while_it_is_read(model: M1ForCausalLM, tok: ChatTokenizer) -> None:
+    """Its first choice was reading for all three, and its scores were noted in part."""
+    wide = {"max_model_len": 1600, "prefill_chunk_tokens": 16, "snapshot_bytes": 0}
+    # fifty pages of 32 tokens, of which the prompt takes 47
+    memory_bytes = 4 * 2 * 7 * 4 * 16 * 16 * 4 + 50 * 32 * 2 * 2 * 16 * 4
+    asked = {"n": 3, "max_tokens": 5, "prompt_logprobs": True}
+    alone = Bench(model, tok, **wide)
+    expected = alone.submit(1500, **asked)
+    alone.step(200)
+    bench = Bench(model, tok, **wide, memory_bytes=memory_bytes)
+    said = bench.submit(1500, **asked)
+    bench.step(2)
+    talk = bench.submit(30, priority=1, max_tokens=100)
+    while bench.core.stats.num_preemptions == 0:
+        bench.step()
+    assert said.items == []
+    bench.step(400)
+    assert not bench.core.has_work
+    assert talk.num_tokens == 100
+    starts = [listener.items[0] for listener in (said, expected)]
+    assert isinstance(starts[0], Started)
+    assert isinstance(starts[1], Started)
+    assert starts[0].prompt_logprobs == pytest.approx(starts[1].prompt_logprobs, abs=5e-5)
+    ids = [
+        [item.token_ids for item in listener.items if isinstance(item, Delta)]
+        for listener in (said, expected)
+    ]
+    assert sorted(ids[0]) == sorted(ids[1])
+    assert bench.core.stats.num_free_pages == bench.core.stats.num_pages
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+@torch.inference_mode()
+def test_a_waiting_choice_keeps_the_version_of_what_it_said(
+    model: M1ForCausalLM, tok: ChatTokenizer, is_aborted: bool
+) -> None:
+    """It gave way, says nothing before its end, and follows the weights."""
+    kv_token_bytes, state_bytes = 2 * 2 * 16 * 4, 7 * 4 * 16 * 16 * 4
+    memory_bytes = 4 * 2 * state_bytes + 8 * 32 * kv_token_bytes
+    bench = Bench(model, tok, memory_bytes=memory_bytes, snapshot_bytes=0)
+    quiet = {"min_delta_interval_s": math.inf, "in_flight": InFlight.RECOMPUTE}
+    heard = [bench.submit(20, **quiet) for _ in range(4)]
+    while bench.core.stats.num_preemptions == 0:
+        bench.step()
+    num_old = [len(s.token_ids) for g in bench.core._open.values() for s in g.sequences]
+    bench.core.switch(model, "tiny@1")
+    if is_aborted:
+        for number in range(1, 5):
+            bench.core.abort(str(number))
+    bench.step(400)
+    for listener, num in zip(heard, num_old, strict=True):
+        said = [item for item in listener.items if isinstance(item, Delta)]
+        versions = [delta.weights_version for delta in said for _ in delta.token_ids]
+        assert versions[:num] == ["tiny@0"] * num
+        assert set(versions[num:]) <= {"tiny@1"}
+        assert len(versions) == (num if is_aborted else 100)
+
+
+def test_a_short_prompt_behind_long_ones_is_read_at_once(
+    model: M1ForCausalLM, tok: ChatTokenizer
+) -> None:
+    bench = Bench(model, tok, prefill_chunk_tokens=32, num_slots=8, max_model_len=1024)
+    for _ in range(3):
+        bench.submit(200)
+    bench.step()
+    short = bench.submit(8)
+    bench.step(2)
+    assert short.num_tokens > 0
+
+
+def test_who_waits_for_a_prefix_keeps_nobody_behind_it(
+    model: M1ForCausalLM, tok: ChatTokenizer
+) -> None:
+    bench = Bench(model, tok, prefill_chunk_tokens=32, num_slots=8)
+    bench.submit(200, snapshot_at=(190,))
+    bench.step()
+    along = bench.submit(201, snapshot_at=(190,))
+    other = bench.submit(8, cache_salt="other")
+    bench.step(2)
+    assert other.num_tokens > 0
+    assert along.num_tokens == 0
+    bench.step(20)
+    started = along.items[0]
+    assert isinstance(started, Started)
+    assert started.cached_tokens == 190
+
+
+def test_a_step_reads_a_long_prompt_in_one_piece(
+    model: M1ForCausalLM, tok: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of a budget, less than a token costs, is left."""
+    bench = Bench(model, tok, prefill_chunk_tokens=64, max_model_len=2048, snapshot_bytes=0)
+    bench.submit(2000)
+    num_forwards = 0
+    read = batch_module.read_together
+
+    def counted(*given: Any, **named: Any) -> None:
+        nonlocal num_forwards
+        num_forwards += 1
+        read(*given, **named)
+
+    monkeypatch.setattr(batch_module, "read_together", counted)
+    num_steps = 0
+    while bench.core.stats.prefilled_tokens < 2000:
+        bench.step()
+        num_steps += 1
+    assert num_forwards == num_steps > 2000 / 64
 
 
 class Full(SlotPool):

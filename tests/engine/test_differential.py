@@ -7,7 +7,7 @@ belongs to nobody is full of NaN.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -99,6 +99,7 @@ class Machine:
                 rules=StopRules(request, tokenizer=self._tok, max_model_len=MAX_TOKENS),
                 budget=None,
                 rng=None if seed is None else seeded_rng(seed, i),
+                emit_at_s=math.inf if math.isinf(request.min_delta_interval_s) else 0.0,
                 unread=generation.prompt,
             )
             for i in range(request.n)
@@ -107,7 +108,6 @@ class Machine:
         self.core.submit(generation)
         return heard
 
-    @torch.inference_mode()
     def step(self) -> None:
         self.poison()
         self.core.step()
@@ -164,6 +164,7 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
         priority=draw(st.sampled_from((0, 0, 1))),
         snapshot_at=(cut,) if draw(st.booleans()) else (),
         cache_salt=draw(st.sampled_from(("", "", "other"))),
+        min_delta_interval_s=draw(st.sampled_from((0.0, math.inf))),
         in_flight=draw(st.sampled_from((InFlight.FINISH, InFlight.FINISH, InFlight.RECOMPUTE))),
     )
 
@@ -192,7 +193,9 @@ def machines(draw: st.DrawFn) -> dict[str, int]:
     }
 
 
-def played(machine: Machine, script: list[Any]) -> Iterator[Heard]:
+@torch.inference_mode()
+def played(machine: Machine, script: list[Any]) -> list[Heard]:
+    """As the step thread does: everything in inference mode."""
     heard: list[Heard] = []
     for number, event in enumerate(script):
         if isinstance(event, GenerateRequest):
@@ -205,10 +208,9 @@ def played(machine: Machine, script: list[Any]) -> Iterator[Heard]:
         elif event[0] == "abort" and heard:
             machine.core.abort(heard[event[1] % len(heard)].request.id)
         elif event[0] == "swap":
-            with torch.inference_mode():
-                machine.swap(event[1])
+            machine.swap(event[1])
     machine.run_dry()
-    yield from heard
+    return heard
 
 
 def _fields(request: GenerateRequest) -> dict[str, Any]:
@@ -236,8 +238,7 @@ def assert_alone_it_says_the_same(
 ) -> None:
     (name,) = {version for choice in range(heard.request.n) for version in heard.versions(choice)}
     alone = Machine(models, tok, name=name, snapshot_bytes=0, num_slots=heard.request.n)
-    expected = alone.submit(heard.request)
-    alone.run_dry()
+    (expected,) = played(alone, [heard.request])
     for choice in range(heard.request.n):
         assert heard.ids(choice) == expected.ids(choice)
         assert heard.logprobs(choice) == pytest.approx(expected.logprobs(choice), abs=2e-5)
@@ -251,7 +252,7 @@ def check(
     tok: ChatTokenizer,
 ) -> EngineCore:
     machine = Machine(models, tok, name=NAMES[0], **chosen)
-    for heard in list(played(machine, script)):
+    for heard in played(machine, script):
         assert_logprobs_are_the_models(heard, models)
         names = {v for choice in range(heard.request.n) for v in heard.versions(choice)}
         if heard.is_whole and len(names) == 1:

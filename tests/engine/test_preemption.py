@@ -85,25 +85,6 @@ async def test_choices_that_wait_for_pages_are_told_all_the_same(local: StartRig
     assert stats.num_free_pages == stats.num_pages
 
 
-async def test_a_prompt_gives_way_while_it_is_read(local: StartRig) -> None:
-    """Its first choice was reading for all three; its scores were noted in part."""
-    long = {"max_model_len": 1600, "prefill_chunk_tokens": 16}
-    wide, narrow = await local(**long), await local(**tight(50), **long)
-    ids = tuple(40 + i % 150 for i in range(1500))
-    talk = asyncio.create_task(say(narrow, 1, max_tokens=400))
-    await until(lambda: narrow.engine.stats().num_running > 0)
-    fields = {"n": 3, "max_tokens": 5, "prompt_ids": ids, "prompt_logprobs": True}
-    said = await say(narrow, 2, **fields)
-    assert narrow.engine.stats().num_preemptions > 0
-    expected = await say(wide, 2, **fields)
-    assert len(said.started.prompt_logprobs) == len(ids) - 1
-    assert said.started.prompt_logprobs == pytest.approx(expected.started.prompt_logprobs, abs=5e-5)
-    for choice in range(3):
-        assert said.ids(choice) == expected.ids(choice)
-    assert (await talk).stop() is StopCause.LENGTH
-    assert narrow.engine.stats().num_free_pages == narrow.engine.stats().num_pages
-
-
 async def test_an_abort_while_it_waits_to_come_back_frees_everything(local: StartRig) -> None:
     rig = await local(**tight(8))
     requests = [

@@ -16,9 +16,6 @@ OTHER = Space(weights_version="m@0", salt="other")
 NEXT = Space(weights_version="m@1", salt="")
 
 
-PAGE_BYTES = 100
-
-
 def snapshot(num_tokens: int, num_floats: int = 8, pages: list[int] | None = None) -> RowSnapshot:
     """Holds pages of its own unless it is given some."""
     allocator = PageAllocator(100, page_tokens=4)
@@ -49,7 +46,7 @@ def found(cache: PrefixCache, space: Space, ids: tuple[int, ...]) -> int:
 
 
 def a_cache(max_bytes: int) -> PrefixCache:
-    return PrefixCache(max_bytes, page_bytes=PAGE_BYTES)
+    return PrefixCache(max_bytes)
 
 
 def test_the_longest_stored_prefix_is_found() -> None:
@@ -86,7 +83,7 @@ def test_a_dropped_version_is_gone_and_others_stay() -> None:
 
 def test_the_least_recently_used_goes_first() -> None:
     one = snapshot(2, 100)
-    cache = a_cache(3 * (one.state_bytes + 2 * 4 + PAGE_BYTES))
+    cache = a_cache(3 * (one.state_bytes + 2 * 4))
     for start in (1, 2, 3):
         store(cache, SPACE, (start, 0), 100)
     assert found(cache, SPACE, (1, 0, 9)) == 2
@@ -147,10 +144,11 @@ def test_what_is_put_out_lets_go_of_its_pages() -> None:
     assert not cache.evict_oldest()
 
 
-def test_pages_of_several_snapshots_count_once() -> None:
+def test_states_and_ids_are_counted_and_shared_pages_are_not() -> None:
     cache = a_cache(10_000)
     long = store(cache, SPACE, (1, 2, 3, 4, 5))
     alone = cache.num_bytes
+    assert alone == long.state_bytes + 5 * 4
     long.allocator.share(long.pages[:1])
     short = snapshot(4, pages=list(long.pages[:1]))
     short.allocator = long.allocator
@@ -159,8 +157,34 @@ def test_pages_of_several_snapshots_count_once() -> None:
     assert cache.num_bytes - alone == short.state_bytes + 4 * 4
     assert cache.num_reclaimable(long.allocator._holders) == 2
     cache.evict_oldest()
-    assert cache.num_bytes == short.state_bytes + 4 * 4 + PAGE_BYTES
     assert long.allocator.num_free == 99
+
+
+def test_one_that_is_too_large_puts_nobody_out() -> None:
+    cache = a_cache(200)
+    store(cache, SPACE, (1, 2))
+    kept = store(cache, SPACE, (7, 8, 9), 1_000)
+    assert kept.allocator.num_free == 100
+    assert found(cache, SPACE, (1, 2, 3)) == 2
+    assert len(cache) == 1
+
+
+def test_what_is_in_use_beside_the_cache_is_not_reclaimable() -> None:
+    cache = a_cache(10_000)
+    kept = store(cache, SPACE, (1, 2, 3, 4, 5))
+    kept.hold()
+    assert cache.num_reclaimable(kept.allocator._holders) == 0
+    kept.release()
+    assert cache.num_reclaimable(kept.allocator._holders) == 2
+
+
+def test_the_beginning_of_a_long_prompt_is_kept_alone() -> None:
+    cache = a_cache(10_000)
+    kept = snapshot(2)
+    cache.put(SPACE, TokenIds.of(range(1_000)), kept)
+    (entry,) = cache._entries.values()
+    assert entry.ids.base is None
+    assert cache.num_bytes == kept.state_bytes + 2 * 4
 
 
 def test_a_page_that_somebody_runs_on_is_not_reclaimable() -> None:

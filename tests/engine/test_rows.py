@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -159,3 +160,27 @@ def test_a_row_restored_within_a_page_leaves_the_snapshot_alone(tok: ChatTokeniz
     third = sequence(tok, 1, 7)
     assert table.open(third, snapshot=snapshot)
     assert_signed(table, third)
+
+
+class Failing(KeyPages):
+    """Finds no memory for the copy of a page."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        raise MemoryError(f"no copy of {source}")
+
+
+def test_a_copy_that_fails_leaves_no_page_taken(tok: ChatTokenizer) -> None:
+    table = RowTable(pool())
+    first, allocator = sequence(tok, 1, 10), table.pool._allocator
+    assert table.open(first, snapshot=None)
+    snapshot = table.pool.snapshot(first.row, 10)
+    pages = table.pool._pages
+    table.pool._pages = Failing(keys=pages.keys, values=pages.values)
+    num_free = allocator.num_free
+    for place in (
+        lambda: table.fork(sequence(tok, 2, 10), snapshot),
+        lambda: table.open(sequence(tok, 3, 12), snapshot=snapshot),
+    ):
+        with pytest.raises(MemoryError):
+            place()
+        assert (allocator.num_free, len(table), snapshot.num_holders) == (num_free, 1, 1)

@@ -19,20 +19,28 @@ def wants(*num_tokens: int) -> list[Want]:
     return [Want(num_tokens=n) for n in num_tokens]
 
 
-def test_the_budget_goes_to_those_who_came_first() -> None:
-    assert share_budget(wants(50, 100, 30), 120) == [50, 70, 0]
+def test_the_budget_goes_to_the_first_and_then_to_the_shortest() -> None:
+    assert share_budget(wants(50, 100, 30), 120) == [50, 40, 30]
+    assert share_budget(wants(50, 60, 60), 120) == [50, 60, 10]
 
 
-def test_a_long_prompt_leaves_half_to_those_behind_it() -> None:
+def test_long_prompts_leave_half_to_those_behind_them() -> None:
     assert share_budget(wants(1_000_000, 40, 90), 120) == [60, 40, 20]
     assert share_budget(wants(1_000_000, 40), 120) == [80, 40]
     assert share_budget(wants(1_000_000), 120) == [120]
+    assert share_budget(wants(1_000_000, 1_000_000, 40), 120) == [60, 20, 40]
+
+
+def test_what_is_longer_than_a_step_keeps_nobody_out() -> None:
     assert planned_cost(wants(1_000_000, 40), 120) == 100
+    assert planned_cost(wants(1_000_000, 1_000_000, 1_000_000), 120) == 60
+    assert planned_cost(wants(50, 100), 120) == 150
 
 
 def test_where_a_token_costs_more_fewer_are_read() -> None:
     assert share_budget([Want(num_tokens=900, cost=4.5)], 100) == [22]
     assert share_budget([Want(num_tokens=900, cost=4000.0)], 100) == [1]
+    assert share_budget([Want(num_tokens=900, cost=4000.0)], 100, at_least=0) == [0]
 
 
 @given(wants_lists, st.integers(0, 1000))

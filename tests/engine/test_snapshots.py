@@ -94,11 +94,11 @@ async def test_hits_and_bytes_are_counted(local: StartRig) -> None:
 
 
 async def test_a_small_budget_keeps_what_was_used_last(local: StartRig) -> None:
-    rig = await local(snapshot_bytes=150_000)
+    rig = await local(snapshot_bytes=100_000)
     prompts = [tuple(range(start, start + 40)) for start in (50, 150, 250)]
     for ids in prompts:
         await say(rig, ids)
-        assert rig.engine.stats().snapshot_bytes <= 150_000
+        assert rig.engine.stats().snapshot_bytes <= 100_000
     hits = [(await say(rig, (*ids, 5))).started.cached_tokens > 0 for ids in reversed(prompts)]
     assert hits[0]
     assert not all(hits)

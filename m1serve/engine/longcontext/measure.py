@@ -65,7 +65,7 @@ class SnapshotCost:
 
 
 def measure_prefill(rig: Rig, num_tokens: int, *, chunk_tokens: int, has_shares: bool) -> Prefill:
-    """From an empty row. The first, unmeasured run is of the last chunk's shape."""
+    """From an empty row, after an unmeasured run of the first two chunks."""
     clock, id_T = Clock(rig.device), rig.random_ids(num_tokens)
     chunk_tokens = min(chunk_tokens, num_tokens)
     read = partial(rig.read, 0, id_T, chunk_tokens=chunk_tokens)
@@ -134,7 +134,8 @@ def measure_snapshot(rig: Rig, num_tokens: int, *, chunk_tokens: int) -> Snapsho
     (hit,) = found
     if hit is None:
         raise MemoryError("the snapshot was not kept: engine.snapshot_bytes is too small for it")
-    rig.pool.restore(1, hit)
+    if not rig.pool.restore(1, hit):
+        raise MemoryError("no page for the restored row's own last one: give it more memory")
     restore_s = statistics.median(
         clock.seconds(partial(rig.pool.restore, 1, hit)) for _ in range(5)
     )
