@@ -28,39 +28,18 @@ class Distant(Protocol):
 def models_router(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    def card(name: str) -> dict[str, object]:
-        defaults, root = serving.defaults_of(name), serving.settings.model.model_id
-        return {
-            "id": name,
-            "object": "model",
-            "created": int(serving.started_at),
-            "owned_by": "m1serve",
-            "root": root,
-            "parent": None if name == root else root,
-            "defaults": {
-                "history": defaults.history,
-                "temperature": defaults.temperature,
-                "top_p": defaults.top_p,
-                "max_tokens": defaults.max_tokens,
-                "max_tokens_applies_to": "answer" if defaults.bounds_answer_only else "all",
-                "reasoning_budget": defaults.reasoning_budget,
-                "repetition_stop_tokens": defaults.repetition_stop_tokens,
-                "repetition_stop_probability": defaults.repetition_stop_probability,
-            },
-            "max_model_len": serving.engine.capabilities.max_model_len,
-            "weights_version": serving.engine.weights_version,
-        }
-
     @router.get("/v1/models")
     async def list_models(request: Request) -> Response:
         serving.keys.caller(request.headers.get("authorization"))
-        return JSONResponse({"object": "list", "data": [card(name) for name in serving.names]})
+        return JSONResponse(
+            {"object": "list", "data": [_card(serving, name) for name in serving.names]}
+        )
 
     # names may hold slashes
     @router.get("/v1/models/{name:path}")
     async def get_model(request: Request, name: str) -> Response:
         serving.keys.caller(request.headers.get("authorization"))
-        return JSONResponse(card(name))
+        return JSONResponse(_card(serving, name))
 
     @router.get("/health")
     async def health() -> Response:
@@ -90,6 +69,30 @@ def models_router(serving: Serving) -> APIRouter:
         return Response(serving.metrics.exposition(), media_type=CONTENT_TYPE)
 
     return router
+
+
+def _card(serving: Serving, name: str) -> dict[str, object]:
+    defaults, root = serving.defaults_of(name), serving.settings.model.model_id
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(serving.started_at),
+        "owned_by": "m1serve",
+        "root": root,
+        "parent": None if name == root else root,
+        "defaults": {
+            "history": defaults.history,
+            "temperature": defaults.temperature,
+            "top_p": defaults.top_p,
+            "max_tokens": defaults.max_tokens,
+            "max_tokens_applies_to": "answer" if defaults.bounds_answer_only else "all",
+            "reasoning_budget": defaults.reasoning_budget,
+            "repetition_stop_tokens": defaults.repetition_stop_tokens,
+            "repetition_stop_probability": defaults.repetition_stop_probability,
+        },
+        "max_model_len": serving.engine.capabilities.max_model_len,
+        "weights_version": serving.engine.weights_version,
+    }
 
 
 async def _fresh_stats(engine: Engine) -> EngineStats:

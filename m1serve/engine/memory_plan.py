@@ -57,6 +57,21 @@ def plan_memory(
     )
 
 
+def memory_for(
+    config: M1Config,
+    *,
+    num_slots: int,
+    num_tokens: int,
+    snapshot_bytes: int = 0,
+    kv_itemsize: int = 4,
+    num_versions: int = 2,
+) -> int:
+    """The `memory_bytes` that leaves pages for so many tokens (a multiple of a page's)."""
+    sizes = footprint(config, weight_itemsize=kv_itemsize, kv_itemsize=kv_itemsize)
+    states = num_slots * num_versions * sizes.state_bytes
+    return states + snapshot_bytes + num_tokens * sizes.kv_token_bytes
+
+
 def _too_little(settings: EngineSettings, budget: int, state_bytes: int, row_bytes: int) -> str:
     left = budget - state_bytes - settings.snapshot_bytes
     source = "is free" if settings.memory_bytes is None else "is engine.memory_bytes"

@@ -15,6 +15,7 @@ from m1serve.config import EngineSettings
 from m1serve.engine import batch as batch_module
 from m1serve.engine.core import EngineCore
 from m1serve.engine.generation import Generation, Sequence
+from m1serve.engine.memory_plan import memory_for
 from m1serve.engine.outbox import Item, Outbox, Outlet
 from m1serve.engine.sampler import seeded_rng
 from m1serve.engine.slots import SlotPool
@@ -211,8 +212,7 @@ def test_who_came_last_gives_way_and_a_higher_priority_after_that(
     model: M1ForCausalLM, tok: ChatTokenizer
 ) -> None:
     # pages for 8 * 32 tokens, and four rows that want 100 each
-    kv_token_bytes, state_bytes = 2 * 2 * 16 * 4, 7 * 4 * 16 * 16 * 4
-    memory_bytes = 4 * 2 * state_bytes + 8 * 32 * kv_token_bytes
+    memory_bytes = memory_for(model.config, num_slots=4, num_tokens=8 * 32)
     bench = Bench(model, tok, memory_bytes=memory_bytes, snapshot_bytes=0)
     first, second, third = (bench.submit(20) for _ in range(3))
     preferred = bench.submit(20, priority=1)
@@ -244,7 +244,7 @@ def test_a_prompt_gives_way_while_it_is_read(model: M1ForCausalLM, tok: ChatToke
     """Its first choice was reading for all three, and its scores were noted in part."""
     wide = {"max_model_len": 1600, "prefill_chunk_tokens": 16, "snapshot_bytes": 0}
     # fifty pages of 32 tokens, of which the prompt takes 47
-    memory_bytes = 4 * 2 * 7 * 4 * 16 * 16 * 4 + 50 * 32 * 2 * 2 * 16 * 4
+    memory_bytes = memory_for(model.config, num_slots=4, num_tokens=50 * 32)
     asked = {"n": 3, "max_tokens": 5, "prompt_logprobs": True}
     alone = Bench(model, tok, **wide)
     expected = alone.submit(1500, **asked)
@@ -277,8 +277,7 @@ def test_a_waiting_choice_keeps_the_version_of_what_it_said(
     model: M1ForCausalLM, tok: ChatTokenizer, is_aborted: bool
 ) -> None:
     """It gave way, says nothing before its end, and follows the weights."""
-    kv_token_bytes, state_bytes = 2 * 2 * 16 * 4, 7 * 4 * 16 * 16 * 4
-    memory_bytes = 4 * 2 * state_bytes + 8 * 32 * kv_token_bytes
+    memory_bytes = memory_for(model.config, num_slots=4, num_tokens=8 * 32)
     bench = Bench(model, tok, memory_bytes=memory_bytes, snapshot_bytes=0)
     quiet = {"min_delta_interval_s": math.inf, "in_flight": InFlight.RECOMPUTE}
     heard = [bench.submit(20, **quiet) for _ in range(4)]

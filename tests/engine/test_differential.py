@@ -22,18 +22,18 @@ from m1serve.config import EngineSettings
 from m1serve.engine.cache_memory import CPU_PAGE_TOKENS
 from m1serve.engine.core import EngineCore
 from m1serve.engine.generation import Generation, Sequence
+from m1serve.engine.memory_plan import memory_for
 from m1serve.engine.outbox import Item, Outbox, Outlet
 from m1serve.engine.sampler import seeded_rng
 from m1serve.engine.stopping import StopRules
 from m1serve.engine.token_ids import TokenIds
 from m1serve.model.hybrid import M1ForCausalLM
+from m1serve.model.tiny import tiny_config
 from m1serve.model.weights import load_version
 from m1serve.types import Delta, GenerateRequest, InFlight, Limits, Sampling, StopCause, VersionRef
 
 NAMES = ("tiny@0", "tiny@1")
 MAX_TOKENS = 160
-KV_TOKEN_BYTES = 2 * 2 * 16 * 4
-STATE_BYTES = 7 * 4 * 16 * 16 * 4
 
 
 @pytest.fixture(scope="module")
@@ -184,12 +184,21 @@ def machines(draw: st.DrawFn) -> dict[str, int]:
     num_slots = draw(st.integers(1, 5))
     num_pages = draw(st.sampled_from((5, 6, 8, 12, 40)))
     snapshot_bytes = draw(st.sampled_from((0, 60_000, 2**20)))
-    pages_bytes = num_pages * CPU_PAGE_TOKENS * KV_TOKEN_BYTES
+    return {
+        "prefill_chunk_tokens": draw(st.sampled_from((16, 17, 33, 64, 1024))),
+        **memory(num_slots=num_slots, num_pages=num_pages, snapshot_bytes=snapshot_bytes),
+    }
+
+
+def memory(*, num_slots: int, num_pages: int, snapshot_bytes: int) -> dict[str, int]:
+    """Settings that leave so many pages."""
+    tokens = num_pages * CPU_PAGE_TOKENS
     return {
         "num_slots": num_slots,
-        "prefill_chunk_tokens": draw(st.sampled_from((16, 17, 33, 64, 1024))),
         "snapshot_bytes": snapshot_bytes,
-        "memory_bytes": num_slots * 2 * STATE_BYTES + snapshot_bytes + pages_bytes,
+        "memory_bytes": memory_for(
+            tiny_config(), num_slots=num_slots, num_tokens=tokens, snapshot_bytes=snapshot_bytes
+        ),
     }
 
 
@@ -309,12 +318,9 @@ def test_the_scripts_can_meet_everything(
         for i in range(5)
     ]
     script = [*talk[:3], ("steps", 20), ("swap", "tiny@1"), *talk[3:], ("steps", 5), ("abort", 2)]
-    pages_bytes = 9 * CPU_PAGE_TOKENS * KV_TOKEN_BYTES
     chosen = {
-        "num_slots": 5,
         "prefill_chunk_tokens": 24,
-        "snapshot_bytes": 2**20,
-        "memory_bytes": 5 * 2 * STATE_BYTES + 2**20 + pages_bytes,
+        **memory(num_slots=5, num_pages=9, snapshot_bytes=2**20),
     }
     stats = check(chosen, script, models, tok).stats
     assert stats.num_preemptions > 0

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from m1serve.engine.longcontext.bars import Bar, Measured, bars, projection
+from m1serve.engine.longcontext.bars import Measured, bars, projection
 from m1serve.engine.longcontext.measure import Decode, Prefill, SnapshotCost
 from m1serve.engine.longcontext.run import run, tiny_plan
 from m1serve.engine.longcontext.shares import Share, kind_of
+from m1serve.kernels.benchmark.bars import Bar
 from m1serve.kernels.benchmark.timing import Ceilings
 from m1serve.model.footprint import footprint
 from m1serve.model.slice import slice_config
@@ -92,13 +93,13 @@ def test_bars_are_read_off_the_figures() -> None:
     assert found["seconds, 64K"].is_met
     assert not found["seconds, 1M"].is_met
     # 16 * (1.1 - 0.11) + 256 * 0.11 = 44 s
-    assert found["1M over what 64K explains"].got == pytest.approx(47 / 44, rel=1e-6)
+    assert found["1M over what 64K explains"].value == pytest.approx(47 / 44, rel=1e-6)
     # 64 heads * 128 * 4 FLOPs a key, half of 65,536 squared
-    assert found["softmax attention TFLOP/s, 65536"].got == pytest.approx(640, rel=0.01)
-    assert found["decode at 256K over 1K"].got == pytest.approx(1.12)
-    assert found["decode, share of the bytes, batch 32"].got == pytest.approx(8e9 / 4e12 / 2.2e-3)
+    assert found["softmax attention TFLOP/s, 65536"].value == pytest.approx(640, rel=0.01)
+    assert found["decode at 256K over 1K"].value == pytest.approx(1.12)
+    assert found["decode, share of the bytes, batch 32"].value == pytest.approx(8e9 / 4e12 / 2.2e-3)
     assert found["decode, share of the bytes, batch 128"] == Bar(
-        name="decode, share of the bytes, batch 128", got=None, sense=">=", wanted=0.9
+        name="decode, share of the bytes, batch 128", value=None, sense=">=", wanted=0.9
     )
     assert not found["decode, share of the bytes, batch 128"].is_met
 

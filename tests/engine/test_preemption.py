@@ -9,23 +9,22 @@ from typing import Any
 import pytest
 
 from m1serve.engine.cache_memory import CPU_PAGE_TOKENS
+from m1serve.engine.memory_plan import memory_for
 from m1serve.errors import ConfigError
+from m1serve.model.tiny import tiny_config
 from m1serve.types import Limits, Sampling, StopCause
 
 StartRig = Callable[..., Awaitable[Any]]
 
-# of the tiny model; six pages of 32 tokens hold the longest sequence
-KV_TOKEN_BYTES = 2 * 2 * 16 * 4
-STATE_BYTES = 7 * 4 * 16 * 16 * 4
-
 
 def tight(num_pages: int, *, num_slots: int = 8, snapshot_bytes: int = 0) -> dict[str, int]:
-    """Settings that leave so many pages."""
-    states = num_slots * 2 * STATE_BYTES
-    pages = num_pages * CPU_PAGE_TOKENS * KV_TOKEN_BYTES
+    """Settings that leave so many pages; six of them hold the longest sequence."""
+    tokens = num_pages * CPU_PAGE_TOKENS
     return {
         "num_slots": num_slots,
-        "memory_bytes": states + snapshot_bytes + pages,
+        "memory_bytes": memory_for(
+            tiny_config(), num_slots=num_slots, num_tokens=tokens, snapshot_bytes=snapshot_bytes
+        ),
         "snapshot_bytes": snapshot_bytes,
     }
 

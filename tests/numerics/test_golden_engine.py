@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytest_asyncio
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.config import EngineSettings
 from m1serve.engine.cache_memory import CPU_PAGE_TOKENS
 from m1serve.engine.local import LocalEngine
-from m1serve.model.footprint import footprint
+from m1serve.engine.memory_plan import memory_for
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.model.tiny import tiny_tokenizer
 from m1serve.model.weights import write_version
@@ -39,11 +40,11 @@ class Said:
 async def say(
     engine: LocalEngine, name: str, prompt: list[int], *, max_tokens: int = 8, **fields: Any
 ) -> Said:
-    """Greedy."""
+    """Greedy unless told otherwise."""
+    fields.setdefault("sampling", Sampling(temperature=0.0))
     request = GenerateRequest(
         id=name,
         prompt_ids=tuple(prompt),
-        sampling=Sampling(temperature=0.0),
         limits=Limits(max_tokens=max_tokens),
         min_delta_interval_s=math.inf,
         **fields,
@@ -139,16 +140,43 @@ async def test_prompts_and_answers_have_minimaxs_logprobs(
     assert max(answer.started.cached_tokens for answer in said[2:]) >= 256
 
 
+@pytest.mark.parametrize("chunk", [16, 33, 100, 256, 4096])
+async def test_whatever_the_chunks(start: StartEngine, golden: dict[str, Any], chunk: int) -> None:
+    engine, ids_T = start(prefill_chunk_tokens=chunk), golden["ids"][0]
+    for num_tokens in (2, 63, 64, 65, 520, 560):
+        ids = ids_T[:num_tokens].tolist()
+        said = await say(engine, f"c{num_tokens}", ids, prompt_logprobs=True)
+        got_T = torch.tensor(said.started.prompt_logprobs)
+        wanted_T = token_logprobs(golden["full"][0, :num_tokens], ids_T[:num_tokens])
+        assert float((got_T - wanted_T).abs().max()) < TOLERANCE / 2
+
+
+@pytest.mark.parametrize("num_decoded", [1, 40])
+async def test_token_by_token_from_snapshots(
+    start: StartEngine, golden: dict[str, Any], num_decoded: int
+) -> None:
+    """A bias makes it say MiniMax's next token; its log-probability is the model's own."""
+    engine, ids = start(), golden["ids"][0].tolist()
+    first = 560 - num_decoded
+    got: list[float] = []
+    for place in range(first, 560):
+        bent = Sampling(seed=1, logit_bias=((ids[place], 1000.0),))
+        said = await say(engine, f"t{place}", ids[:place], max_tokens=1, sampling=bent)
+        assert said.token_ids == (ids[place],)
+        got += said.logprobs
+    wanted_T = token_logprobs(golden["full"][0], golden["ids"][0])[first - 1 :]
+    assert float((torch.tensor(got) - wanted_T).abs().max()) < TOLERANCE / 2
+    # all but the last token of each prompt was in a snapshot
+    assert engine.stats().prefix_hits == num_decoded - 1
+
+
 async def test_who_gave_way_and_read_again_has_minimaxs_logprobs(
     start: StartEngine, golden: dict[str, Any], golden_model: Callable[..., M1ForCausalLM]
 ) -> None:
     """Pages for hardly more than one of four sequences: the last is preempted and recomputed."""
-    sizes = footprint(golden_model().config, weight_itemsize=4, kv_itemsize=4)
-    num_pages = 640 // CPU_PAGE_TOKENS + 4
-    engine = start(
-        snapshot_bytes=0,
-        memory_bytes=8 * sizes.state_bytes + num_pages * CPU_PAGE_TOKENS * sizes.kv_token_bytes,
-    )
+    num_tokens = 640 + 4 * CPU_PAGE_TOKENS
+    memory_bytes = memory_for(golden_model().config, num_slots=4, num_tokens=num_tokens)
+    engine = start(snapshot_bytes=0, memory_bytes=memory_bytes)
     ids = golden["ids"][0].tolist()
     cuts = (90, 150, 210, 250)
     said = await asyncio.gather(

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from m1serve.engine.longcontext.measure import Decode, Prefill, SnapshotCost
+from m1serve.kernels.benchmark.bars import Bar
 from m1serve.kernels.benchmark.timing import Ceilings
 from m1serve.model.config import M1Config
 from m1serve.model.flops import key_flops
 
 K = 1024
 _M1_LAYERS, _GPUS = 80, 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    name: str
-    got: float | None
-    """None: it was not measured"""
-    sense: Literal["<=", ">="]
-    wanted: float
-
-    @property
-    def is_met(self) -> bool:
-        if self.got is None:
-            return False
-        return self.got <= self.wanted if self.sense == "<=" else self.got >= self.wanted
-
-    def to_json(self) -> dict[str, object]:
-        got = None if self.got is None else round(self.got, 4)
-        return {
-            "bar": f"{self.name} {self.sense} {self.wanted:g}", "got": got, "is_met": self.is_met
-        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +48,10 @@ def _prefill_bars(m: Measured) -> list[Bar]:
         explained = 16 * (short.seconds - softmax_s) + 256 * softmax_s
         growth = long.seconds / explained
     return [
-        Bar(name="seconds, 64K", got=short.seconds if short else None, sense="<=", wanted=1.15),
-        Bar(name="seconds, 1M", got=long.seconds if long else None, sense="<=", wanted=46.0),
-        Bar(name="1M over what 64K explains", got=growth, sense="<=", wanted=1.15),
-        Bar(name="restore over reading, 256K", got=m.snapshot.speedup, sense=">=", wanted=100.0),
+        Bar(name="seconds, 64K", value=short.seconds if short else None, sense="<=", wanted=1.15),
+        Bar(name="seconds, 1M", value=long.seconds if long else None, sense="<=", wanted=46.0),
+        Bar(name="1M over what 64K explains", value=growth, sense="<=", wanted=1.15),
+        Bar(name="restore over reading, 256K", value=m.snapshot.speedup, sense=">=", wanted=100.0),
     ]
 
 
@@ -85,16 +64,16 @@ def _kernel_bars(m: Measured) -> list[Bar]:
     ):
         ms = m.share_ms(64 * K, kind)
         share = None if ms is None else flops * 64 * K / ms / 1e9 / peak
-        found.append(Bar(name=f"{name}, 64K", got=share, sense=">=", wanted=wanted))
+        found.append(Bar(name=f"{name}, 64K", value=share, sense=">=", wanted=wanted))
     elementwise = m.share_ms(64 * K, "elementwise")
-    found.append(Bar(name="elementwise ms, 64K", got=elementwise, sense="<=", wanted=60.0))
+    found.append(Bar(name="elementwise ms, 64K", value=elementwise, sense="<=", wanted=60.0))
     for tokens in (64 * K, K * K):
         ms = m.share_ms(tokens, "softmax_attention")
         # every token attends to half of them on average
         pairs = tokens * (tokens + 1) // 2
         rate = None if ms is None else key_flops(m.config) * pairs / ms / 1e9
         found.append(
-            Bar(name=f"softmax attention TFLOP/s, {tokens}", got=rate, sense=">=", wanted=640.0)
+            Bar(name=f"softmax attention TFLOP/s, {tokens}", value=rate, sense=">=", wanted=640.0)
         )
     return found
 
@@ -110,12 +89,12 @@ def _decode_bars(m: Measured) -> list[Bar]:
 
     first = m.step(K, 1)
     return [
-        Bar(name="decode ms, batch 1", got=first.ms if first else None, sense="<=", wanted=2.7),
-        Bar(name="decode at 256K over 1K", got=ratio(256 * K, K), sense="<=", wanted=1.15),
-        Bar(name="decode at token 80,000 over 1,000", got=ratio(80_000, 1000), sense="<=",
+        Bar(name="decode ms, batch 1", value=first.ms if first else None, sense="<=", wanted=2.7),
+        Bar(name="decode at 256K over 1K", value=ratio(256 * K, K), sense="<=", wanted=1.15),
+        Bar(name="decode at token 80,000 over 1,000", value=ratio(80_000, 1000), sense="<=",
             wanted=1.15),
-        Bar(name="decode, share of the bytes, batch 32", got=share(32), sense=">=", wanted=0.9),
-        Bar(name="decode, share of the bytes, batch 128", got=share(128), sense=">=", wanted=0.9),
+        Bar(name="decode, share of the bytes, batch 32", value=share(32), sense=">=", wanted=0.9),
+        Bar(name="decode, share of the bytes, batch 128", value=share(128), sense=">=", wanted=0.9),
     ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from m1serve.engine.longcontext.measure import (
     measure_snapshot,
 )
 from m1serve.engine.longcontext.rig import Rig
+from m1serve.engine.memory_plan import memory_for
 from m1serve.kernels.benchmark.timing import measure_ceilings
 from m1serve.model.config import M1Config
 from m1serve.model.footprint import footprint
@@ -175,17 +176,23 @@ def _parity(plan: Plan, device: torch.device, dtype: torch.dtype) -> dict[str, A
 def _settings(plan: Plan, dtype: torch.dtype) -> EngineSettings:
     """Pages for the longest prompt and a row restored from it, and for the largest batch."""
     size = dtype.itemsize
-    sizes = footprint(plan.config, weight_itemsize=size, kv_itemsize=size)
+    state_bytes = footprint(plan.config, weight_itemsize=size, kv_itemsize=size).state_bytes
     longest = _ROOM + max(*plan.prompts, *(context for context, _ in plan.decodes))
     batch_tokens = max(batch * (context + _ROOM) for context, batch in plan.decodes)
     tokens = max(longest + plan.snapshot_tokens, batch_tokens)
-    states = plan.num_slots * 2 * sizes.state_bytes
-    snapshots = 2 * sizes.sequence_bytes(longest)
+    # only states and ids count: one snapshot is kept at a time
+    snapshot_bytes = 2 * state_bytes + 8 * longest
     return EngineSettings(
         num_slots=plan.num_slots,
         max_model_len=longest,
-        snapshot_bytes=snapshots,
-        memory_bytes=states + snapshots + (tokens + _ROOM) * sizes.kv_token_bytes,
+        snapshot_bytes=snapshot_bytes,
+        memory_bytes=memory_for(
+            plan.config,
+            num_slots=plan.num_slots,
+            num_tokens=tokens + _ROOM,
+            snapshot_bytes=snapshot_bytes,
+            kv_itemsize=size,
+        ),
     )
 
 
