@@ -171,22 +171,30 @@ def lightning_rows_step(
     v_BHD: Tensor,
     slope_H: Tensor,
     state_BHDD: Tensor,
-    count_B: Tensor | None = None,
+    slot_B: Tensor,
     *,
     silu: bool = False,
 ) -> Tensor:
     """fp32 outputs [B, H, D] on the CPU, in q's dtype on CUDA, of one token a row.
 
-    The caller's fp32 state is updated in place, except in rows whose count is 0.
+    `slot_B` is `row_slots`. The caller's fp32 state is updated in place, except in rows without a
+    slot.
     """
     if not _has_kernels(q_BHD):
         if silu:
             q_BHD, k_BHD, v_BHD = (F.silu(t) for t in (q_BHD, k_BHD, v_BHD))
         q_BHD, k_BHD, v_BHD = (t.to(state_BHDD.dtype) for t in (q_BHD, k_BHD, v_BHD))
-        return lightning_step_(q_BHD, k_BHD, v_BHD, slope_H, state_BHDD, count_B)
-    row_B = torch.arange(q_BHD.shape[0], device=q_BHD.device)
-    slot_B = row_B if count_B is None else torch.where(count_B > 0, row_B, NO_SLOT)
+        return lightning_step_(q_BHD, k_BHD, v_BHD, slope_H, state_BHDD, slot_B >= 0)
     return lightning_decode(q_BHD, k_BHD, v_BHD, slope_H, state_BHDD, slot_B, silu=silu)
+
+
+def row_slots(num_rows: int, count_B: Tensor | None, device: torch.device) -> Tensor:
+    """int64 [B]: each row's own number, NO_SLOT where its count is 0; no counts: all have one.
+
+    The same for all layers of a step, which costs a GPU four launches.
+    """
+    row_B = torch.arange(num_rows, device=device)
+    return row_B if count_B is None else torch.where(count_B > 0, row_B, NO_SLOT)
 
 
 def _check_no_gradients(*tensors: Tensor) -> None:

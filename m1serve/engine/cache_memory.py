@@ -54,6 +54,7 @@ class CacheMemory:
             pages=self._pages,
             allocator=self.allocator,
             device=self._device,
+            dtype=self._dtype,
         )
 
 

@@ -54,7 +54,7 @@ def read_together(
     hidden_BTE, _ = model.hidden(ids_BT, part, count_B if is_ragged else None)
     pool.put(rows_B, part)
     last_BE = hidden_BTE[torch.arange(len(readings), device=device), count_B - 1]
-    pool.last_RE[rows_B] = last_BE.float()
+    pool.last_RE[rows_B] = last_BE
     for i, reading in enumerate(readings):
         if reading.sequence.generation.wants_prompt_logprobs:
             _note_prompt_logprobs(model, reading, hidden_BTE[i], vocab_size=vocab_size)

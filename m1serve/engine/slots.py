@@ -62,11 +62,13 @@ class SlotPool:
         pages: KeyPages,
         allocator: PageAllocator,
         device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        """`dtype` is that of hidden states: in the head's own, its product needs no copy of it."""
         H, D = config.num_attention_heads, config.head_dim
         self._allocator, self._pages = allocator, pages
         self._held: list[list[int]] = [[] for _ in range(num_rows)]
-        self.last_RE = torch.zeros(num_rows, config.hidden_size, device=device)
+        self.last_RE = torch.zeros(num_rows, config.hidden_size, device=device, dtype=dtype)
         self.state = PagedState(
             lightning={
                 i: torch.zeros(num_rows, H, D, D, device=device) for i in config.lightning_layers

@@ -86,7 +86,7 @@ class LightningAttention(nn.Module):
             s_BHDD = s_BHDD.clone(memory_format=torch.contiguous_format)
         slope_H = self.slopes_on(s_BHDD.device)
         o_BHD = lightning_rows_step(
-            q_BHD, k_BHD, v_BHD, slope_H, s_BHDD, step.count_B, silu=True
+            q_BHD, k_BHD, v_BHD, slope_H, s_BHDD, step.slot_B, silu=True
         )  # fmt: skip
         if not state.fixed_capacity:
             state.lightning[self.layer] = s_BHDD

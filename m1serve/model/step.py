@@ -7,11 +7,12 @@ Q = (heads of a kv head) * T query rows; b is B, or 1 where all rows are equally
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from m1serve.kernels.lightning import row_slots
 from m1serve.model.config import M1Config
 
 
@@ -37,9 +38,7 @@ class Step:
         device = length_B.device
         length_b = length_B[:1] if length_B.stride(0) == 0 else length_B
         pos_bT = length_b[:, None] + torch.arange(num_new, device=device)
-        pair_R = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32)
-        # MiniMax's own order of rounding: a last bit is 0.03 rad after a million tokens
-        frequency_R = 1.0 / config.rope_theta ** (pair_R / config.rotary_dim)
+        frequency_R = _frequencies(config.rope_theta, config.rotary_dim, device)
         angle_b1TR = pos_bT[:, None, :, None].float() * frequency_R
         return cls(
             pos_BT=pos_bT.expand(length_B.shape[0], -1),
@@ -50,6 +49,11 @@ class Step:
             cos_b1TR=angle_b1TR.cos(),
             sin_b1TR=angle_b1TR.sin(),
         )
+
+    @cached_property
+    def slot_B(self) -> Tensor:
+        """int64: the row of the lightning states that each row's one token updates, or none."""
+        return row_slots(len(self.pos_BT), self.count_B, self.pos_BT.device)
 
     @cached_property
     def mask_b1QL(self) -> Tensor:
@@ -80,3 +84,13 @@ class Step:
         buffer_BKLD[rows, :, self.pos_BT[rows, tokens]] = new_BTKD[rows, tokens].to(
             buffer_BKLD.dtype
         )
+
+
+@lru_cache
+def _frequencies(theta: float, rotary_dim: int, device: torch.device) -> Tensor:
+    """fp32 [R], made once: five launches of every step otherwise."""
+    # whoever asks first, training must be able to save it
+    with torch.inference_mode(False):
+        pair_R = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32)
+        # MiniMax's own order of rounding: a last bit is 0.03 rad after a million tokens
+        return 1.0 / theta ** (pair_R / rotary_dim)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from m1serve.config import EngineSettings
+from m1serve.engine.cache_memory import CacheMemory
 from m1serve.engine.decode_step import DecodeStep, graph_rows
 from m1serve.engine.pages import PageAllocator
 from m1serve.engine.slots import SlotPool
@@ -66,3 +68,9 @@ def test_rows_that_are_not_at_work_stay_as_they_are(model: M1ForCausalLM) -> Non
     assert all(torch.equal(t[2:], before[i]) for i, t in masked.state.lightning.items())
     for i, t in masked.state.lightning.items():
         assert torch.allclose(t[:2], plain.state.lightning[i][:2], atol=2e-5)
+
+
+def test_hidden_states_are_kept_in_the_heads_dtype(model: M1ForCausalLM) -> None:
+    """In another, each step's logits would need a copy of the whole head."""
+    memory = CacheMemory(model.bfloat16(), EngineSettings(num_slots=2, max_model_len=64))
+    assert memory.new_pool().last_RE.dtype == torch.bfloat16

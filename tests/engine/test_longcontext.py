@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import profile
 
 from m1serve.engine.longcontext.bars import Measured, bars, projection
 from m1serve.engine.longcontext.measure import Decode, Prefill, SnapshotCost
 from m1serve.engine.longcontext.run import run, tiny_plan
-from m1serve.engine.longcontext.shares import Share, kind_of
+from m1serve.engine.longcontext.shares import Share, kind_of, shares_of
 from m1serve.kernels.benchmark.bars import Bar
 from m1serve.kernels.benchmark.timing import Ceilings
 from m1serve.model.footprint import footprint
-from m1serve.model.slice import slice_config
+from m1serve.model.slice import random_model_on, slice_config
+from m1serve.model.tiny import tiny_config
 
 K = 1024
 
@@ -127,3 +131,37 @@ def test_a_projection_says_what_it_is() -> None:
 )
 def test_kernels_are_told_apart_by_name(kernel: str, kind: str) -> None:
     assert kind_of(kernel) == kind
+
+
+def event(name: str, *, ms: float = 0.0, parent: Any = None, launched: str = "") -> Any:
+    """As the profiler's: a kernel on the device, or an operator on the host that launched one."""
+    kernels = [SimpleNamespace(name=launched, duration=1e3 * ms)] if launched else []
+    return SimpleNamespace(
+        name=name,
+        device_type=DeviceType.CPU if launched or parent or not ms else DeviceType.CUDA,
+        is_user_annotation=False,
+        self_device_time_total=1e3 * ms,
+        kernels=kernels,
+        cpu_parent=parent,
+    )
+
+
+def test_a_product_is_the_experts_where_one_of_their_operators_launched_it() -> None:
+    experts = event("m1serve: experts")
+    mm = event("aten::mm", ms=2.0, parent=experts, launched="nvjet_a")
+    silu = event("aten::silu", ms=0.5, parent=experts, launched="silu_kernel")
+    dense = event("aten::mm", ms=3.0, parent=event("aten::linear"), launched="nvjet_a")
+    device = [event("nvjet_a", ms=5.0), event("silu_kernel", ms=0.5)]
+    found = {share.kind: share.ms for share in shares_of([experts, mm, silu, dense, *device])}
+    assert found == pytest.approx({"experts": 2.0, "gemm": 3.0, "elementwise": 0.5})
+
+
+def test_the_profiler_sees_which_operators_are_the_experts() -> None:
+    from m1serve.engine.longcontext.shares import _is_of_experts, _named_experts
+
+    model = random_model_on(tiny_config(), torch.device("cpu"), torch.float32)
+    with torch.no_grad(), _named_experts(model), profile() as profiler:
+        model(torch.arange(8)[None])
+    products = [e for e in profiler.events() if e.name in ("aten::mm", "aten::addmm")]
+    within = [e for e in products if _is_of_experts(e)]
+    assert 0 < len(within) < len(products)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from m1serve.kernels.decay import slopes
-from m1serve.kernels.lightning import lightning_rows, lightning_rows_step
+from m1serve.kernels.lightning import lightning_rows, lightning_rows_step, row_slots
 from m1serve.kernels.reference import lightning_chunked, lightning_recurrent
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
@@ -96,7 +96,8 @@ def test_decode_updates_the_callers_state_and_spares_rows_without_a_token() -> N
     state = some_state().float()
     wanted, wanted_state = lightning_recurrent(q, k, v, SLOPE, state)
     before = state.clone()
-    got = lightning_rows_step(q[:, 0], k[:, 0], v[:, 0], SLOPE, state, torch.tensor([1, 0, 1]))
+    slot_B = row_slots(3, torch.tensor([1, 0, 1]), state.device)
+    got = lightning_rows_step(q[:, 0], k[:, 0], v[:, 0], SLOPE, state, slot_B)
     assert torch.allclose(got[[0, 2]], wanted[[0, 2], 0], rtol=1e-5, atol=1e-5)
     assert torch.allclose(state[[0, 2]], wanted_state[[0, 2]], rtol=1e-5, atol=1e-6)
     assert torch.equal(state[1], before[1])

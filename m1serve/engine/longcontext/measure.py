@@ -76,7 +76,7 @@ def measure_prefill(rig: Rig, num_tokens: int, *, chunk_tokens: int, has_shares:
     seconds = clock.seconds(read)
     peak_gib = clock.peak_gib()
     rig.pool.clear(0)
-    shares = device_shares(read) if has_shares and rig.device.type == "cuda" else []
+    shares = device_shares(read, rig.model) if has_shares and rig.device.type == "cuda" else []
     rig.clear()
     return Prefill(
         tokens=num_tokens,

@@ -42,7 +42,7 @@ class Rig:
             part = self.pool.select_rows(rows_1, (span,))
             hidden_1TE, _ = self.model.hidden(part_T[None], part)
             self.pool.put(rows_1, part)
-            self.pool.last_RE[row] = hidden_1TE[0, -1].float()
+            self.pool.last_RE[row] = hidden_1TE[0, -1]
 
     @torch.inference_mode()
     def make_up(self, num_rows: int, context: int, *, room: int) -> None:
