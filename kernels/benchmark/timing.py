@@ -15,6 +15,7 @@ Call = Callable[[], object]
 FLUSH_BYTES = 256 << 20
 # about two milliseconds: the host has queued the call before the device is free to start it
 SPIN_CYCLES = 4_000_000
+GEMM_SIDE = 8192
 
 
 def cold_ms(call: Call, *, spend_ms: float = 250.0) -> float:
@@ -91,8 +92,29 @@ def _copy_tb_s() -> float:
 
 
 def _gemm_tflop_s() -> float:
-    side = 8192
-    a, b = torch.randn(2, side, side, device="cuda").bfloat16()
+    ms = cold_ms(_product(), spend_ms=60)
+    return 2 * GEMM_SIDE**3 / ms / 1e9
+
+
+def sustained_gemm_tflop_s(seconds: float = 3.0) -> float:
+    """The same product without a pause, over the second half of so many seconds.
+
+    What a chip at its power limit keeps up: less than in a few milliseconds from rest.
+    """
+    product = _product()
+    count = max(2, int(seconds / 1.5e-3))
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for i in range(count):
+        if i == count // 2:
+            start.record()
+        product()
+    end.record()
+    end.synchronize()
+    ms = float(start.elapsed_time(end)) / (count - count // 2)
+    return 2 * GEMM_SIDE**3 / ms / 1e9
+
+
+def _product() -> Call:
+    a, b = torch.randn(2, GEMM_SIDE, GEMM_SIDE, device="cuda").bfloat16()
     out = torch.empty_like(a)
-    ms = cold_ms(lambda: torch.mm(a, b, out=out), spend_ms=60)
-    return 2 * side**3 / ms / 1e9
+    return lambda: torch.mm(a, b, out=out)

@@ -69,4 +69,4 @@ class DecodeStep:
         hidden_B1E, _ = self._model.hidden(
             self._token_R[:num_rows, None], self._pool.decode_view(num_rows), count_B
         )
-        last_BE.copy_(torch.where(count_B[:, None] > 0, hidden_B1E[:, 0], last_BE))
+        torch.where(count_B[:, None] > 0, hidden_B1E[:, 0], last_BE, out=last_BE)

@@ -11,13 +11,14 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
-from m1serve.engine.longcontext.bars import Measured, bars, projection
+from m1serve.engine.longcontext.bars import Measured, bars, parity_bars, projection
 from m1serve.engine.longcontext.measure import Decode, Prefill, SnapshotCost
 from m1serve.engine.longcontext.run import run, tiny_plan
 from m1serve.engine.longcontext.shares import Share, kind_of, shares_of
 from m1serve.kernels.benchmark.bars import Bar
 from m1serve.kernels.benchmark.timing import Ceilings
 from m1serve.model.footprint import footprint
+from m1serve.model.parity import Agreement
 from m1serve.model.slice import random_model_on, slice_config
 from m1serve.model.tiny import tiny_config
 
@@ -68,6 +69,7 @@ def decode(context: int, batch: int, ms: float) -> Decode:
         has_graph=True,
         ms=ms,
         ms_hidden=ms,
+        ms_in_a_row=ms,
         experts_touched=2.0,
         min_bytes=int(8e9),
     )
@@ -78,6 +80,7 @@ def measured(**changes: Any) -> Measured:
     given: dict[str, Any] = {
         "config": slice_config(),
         "ceilings": Ceilings(copy_tb_s=4.0, gemm_tflop_s=700.0),
+        "sustained_gemm_tflop_s": 630.0,
         "prefill": (
             prefill(64 * K, 1.1, softmax_attention=110.0, experts=400.0, gemm=400.0,
                     elementwise=55.0),
@@ -100,12 +103,22 @@ def test_bars_are_read_off_the_figures() -> None:
     assert found["1M over what 64K explains"].value == pytest.approx(47 / 44, rel=1e-6)
     # 64 heads * 128 * 4 FLOPs a key, half of 65,536 squared
     assert found["softmax attention TFLOP/s, 65536"].value == pytest.approx(640, rel=0.01)
+    # 8 layers of 2 experts of 6 * 6144 * 9216 FLOPs a token, in 400 ms
+    experts = found["experts, share of the GEMM ceiling, 64K"].value
+    assert experts == pytest.approx(8 * 2 * 6 * 6144 * 9216 * 64 * K / 0.4 / 700e12)
+    sustained = found["experts, share of the sustained GEMM rate, 64K"].value
+    assert sustained == pytest.approx(experts * 700 / 630)
     assert found["decode at 256K over 1K"].value == pytest.approx(1.12)
     assert found["decode, share of the bytes, batch 32"].value == pytest.approx(8e9 / 4e12 / 2.2e-3)
     assert found["decode, share of the bytes, batch 128"] == Bar(
         name="decode, share of the bytes, batch 128", value=None, sense=">=", wanted=0.9
     )
     assert not found["decode, share of the bytes, batch 128"].is_met
+
+
+def test_parity_is_judged_by_its_correlation_and_its_mean() -> None:
+    far = Agreement(r=0.9996, mean_abs_dlogp=0.03, max_abs_dlogp=0.5)
+    assert [bar.is_met for bar in parity_bars(far)] == [True, False]
 
 
 def test_a_projection_says_what_it_is() -> None:
@@ -118,6 +131,7 @@ def test_a_projection_says_what_it_is() -> None:
     ("kernel", "kind"),
     [
         ("walk_kernel", "lightning"),
+        ("join_parts_kernel", "softmax_attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "softmax_attention"),
         (
             "void cutlass::device_kernel<GemmUniversal<cutlass::gemm::GroupProblemShape<...",

@@ -9,6 +9,7 @@ from m1serve.kernels.benchmark.bars import Bar
 from m1serve.kernels.benchmark.timing import Ceilings
 from m1serve.model.config import M1Config
 from m1serve.model.flops import key_flops
+from m1serve.model.parity import Agreement
 
 K = 1024
 _M1_LAYERS, _GPUS = 80, 8
@@ -18,6 +19,8 @@ _M1_LAYERS, _GPUS = 80, 8
 class Measured:
     config: M1Config
     ceilings: Ceilings
+    sustained_gemm_tflop_s: float
+    """What the chip keeps up for seconds, as a prefill lasts"""
     prefill: tuple[Prefill, ...]
     decode: tuple[Decode, ...]
     snapshot: SnapshotCost
@@ -57,14 +60,18 @@ def _prefill_bars(m: Measured) -> list[Bar]:
 
 def _kernel_bars(m: Measured) -> list[Bar]:
     found = []
-    peak = m.ceilings.gemm_tflop_s
     for name, kind, flops, wanted in (
-        ("experts, share of the GEMM ceiling", "experts", _expert_flops(m.config), 0.82),
-        ("dense products, share of the GEMM ceiling", "gemm", _dense_flops(m.config), 0.95),
+        ("experts", "experts", _expert_flops(m.config), 0.82),
+        ("dense products", "gemm", _dense_flops(m.config), 0.95),
     ):
         ms = m.share_ms(64 * K, kind)
-        share = None if ms is None else flops * 64 * K / ms / 1e9 / peak
-        found.append(Bar(name=f"{name}, 64K", value=share, sense=">=", wanted=wanted))
+        for of, peak in (
+            ("GEMM ceiling", m.ceilings.gemm_tflop_s),
+            ("sustained GEMM rate", m.sustained_gemm_tflop_s),
+        ):
+            share = None if ms is None else flops * 64 * K / ms / 1e9 / peak
+            label = f"{name}, share of the {of}, 64K"
+            found.append(Bar(name=label, value=share, sense=">=", wanted=wanted))
     elementwise = m.share_ms(64 * K, "elementwise")
     found.append(Bar(name="elementwise ms, 64K", value=elementwise, sense="<=", wanted=60.0))
     for tokens in (64 * K, K * K):
@@ -96,6 +103,15 @@ def _decode_bars(m: Measured) -> list[Bar]:
         Bar(name="decode, share of the bytes, batch 32", value=share(32), sense=">=", wanted=0.9),
         Bar(name="decode, share of the bytes, batch 128", value=share(128), sense=">=", wanted=0.9),
     ]  # fmt: skip
+
+
+def parity_bars(fp32_head: Agreement) -> list[Bar]:
+    """Of training against serving in bf16, as the weights were drawn."""
+    r, mean = fp32_head.r, fp32_head.mean_abs_dlogp
+    return [
+        Bar(name="parity, r of probabilities", value=r, sense=">=", wanted=0.9995),
+        Bar(name="parity, mean |dlogp|", value=mean, sense="<=", wanted=0.015),
+    ]
 
 
 def _expert_flops(config: M1Config) -> int:

@@ -41,7 +41,9 @@ class Decode:
     vocab_size: int
     has_graph: bool
     ms: float
-    """Logits and the step that follows a drawn token; the draw itself is not in it"""
+    """Logits and the step that follows the most probable token, the device idle before and after"""
+    ms_in_a_row: float
+    """The same where the next step is queued before the last one has ended"""
     ms_hidden: float
     """The step alone"""
     experts_touched: float
@@ -102,6 +104,7 @@ def measure_decode(rig: Rig, *, context: int, batch: int) -> Decode:
 
     with torch.inference_mode():
         ms = _median_ms(clock, whole)
+        in_a_row_s = clock.seconds(lambda: _repeat(whole))
         ms_hidden = _median_ms(clock, partial(step.run, token_N))
     rig.clear()
     return Decode(
@@ -110,6 +113,7 @@ def measure_decode(rig: Rig, *, context: int, batch: int) -> Decode:
         vocab_size=rig.model.config.vocab_size,
         has_graph=is_cuda,
         ms=ms,
+        ms_in_a_row=in_a_row_s / _TIMED_STEPS * 1e3,
         ms_hidden=ms_hidden,
         experts_touched=touched,
         min_bytes=_step_bytes(rig, touched, batch, context),
@@ -151,6 +155,11 @@ def measure_snapshot(rig: Rig, num_tokens: int, *, chunk_tokens: int) -> Snapsho
         speedup=read_s / (find_s + restore_s),
         num_bytes=state_bytes,
     )
+
+
+def _repeat(call: Callable[[], None]) -> None:
+    for _ in range(_TIMED_STEPS):
+        call()
 
 
 def _median_ms(clock: Clock, call: Callable[[], object]) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from m1serve.config import EngineSettings
-from m1serve.engine.longcontext.bars import Measured, bars, projection
+from m1serve.engine.longcontext.bars import Measured, bars, parity_bars, projection
 from m1serve.engine.longcontext.measure import (
     Decode,
     Prefill,
@@ -26,9 +26,10 @@ from m1serve.engine.longcontext.measure import (
 )
 from m1serve.engine.longcontext.rig import Rig
 from m1serve.engine.memory_plan import memory_for
-from m1serve.kernels.benchmark.timing import measure_ceilings
+from m1serve.kernels.benchmark.timing import measure_ceilings, sustained_gemm_tflop_s
 from m1serve.model.config import M1Config
 from m1serve.model.footprint import footprint
+from m1serve.model.parity import ParityReport
 from m1serve.model.parity_random import RandomRun, random_parity
 from m1serve.model.slice import M1_VOCAB, random_model_on, slice_config
 from m1serve.model.tiny import tiny_config
@@ -53,7 +54,10 @@ class Plan:
     num_slots: int
     profiled: tuple[int, ...] = ()
     """Prompts that are read a second time under the profiler"""
-    parity: RandomRun = field(default_factory=RandomRun)
+    parity: RandomRun = field(default_factory=lambda: RandomRun(head_scale=1.0))
+    """Of the weights as they are drawn"""
+    sharper_heads: tuple[float, ...] = ()
+    """Further runs with the head multiplied: a surer model, and the same mismatch seen larger"""
 
 
 def slice_plan() -> Plan:
@@ -70,6 +74,7 @@ def slice_plan() -> Plan:
         snapshot_tokens=256 * K,
         num_slots=128,
         profiled=(64 * K, K * K),
+        sharper_heads=(2.0, 4.0),
     )  # fmt: skip
 
 
@@ -83,7 +88,7 @@ def tiny_plan() -> Plan:
         chunk_tokens=256,
         snapshot_tokens=512,
         num_slots=4,
-        parity=RandomRun(rows=2, prompt_tokens=64, sampled_tokens=16, chunk=48),
+        parity=RandomRun(rows=2, prompt_tokens=64, sampled_tokens=16, chunk=48, head_scale=1.0),
     )
 
 
@@ -91,12 +96,15 @@ def run(plan: Plan, *, device: torch.device, dtype: torch.dtype, save: Save) -> 
     """`save` gets the result after each measurement: a run that is cut leaves what it had."""
     is_cuda = device.type == "cuda"
     ceilings = measure_ceilings() if is_cuda else None
+    sustained = sustained_gemm_tflop_s() if is_cuda else 0.0
+    _free()
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if is_cuda else platform.machine(),
         "torch": torch.__version__,
         "dtype": str(dtype).removeprefix("torch."),
         "config": plan.config.to_dict(),
         "ceilings": asdict(ceilings) if ceilings else None,
+        "sustained_gemm_tflop_s": sustained or None,
     }
     prefill, cost, rows = _at_length(plan, device, dtype, result, save)
     _free()
@@ -108,6 +116,7 @@ def run(plan: Plan, *, device: torch.device, dtype: torch.dtype, save: Save) -> 
         measured = Measured(
             config=plan.config,
             ceilings=ceilings,
+            sustained_gemm_tflop_s=sustained,
             prefill=tuple(prefill),
             decode=tuple(rows),
             snapshot=cost,
@@ -115,8 +124,17 @@ def run(plan: Plan, *, device: torch.device, dtype: torch.dtype, save: Save) -> 
         result["bars"] = [bar.to_json() for bar in bars(measured)]
         result["projection"] = projection(measured)
     save(result)
-    result["parity"] = _parity(plan, device, dtype)
+    parity = random_parity(plan.config, plan.parity, device=device, dtype=dtype)
+    result["parity"] = _parity_json(plan.parity, parity)
+    if ceilings is not None:
+        result["bars"] += [bar.to_json() for bar in parity_bars(parity.fp32_head)]
     save(result)
+    for scale in plan.sharper_heads:
+        _free()
+        sharper = replace(plan.parity, head_scale=scale)
+        report = random_parity(plan.config, sharper, device=device, dtype=dtype)
+        result[f"parity_head_x{scale:g}"] = _parity_json(sharper, report)
+        save(result)
     return result
 
 
@@ -161,14 +179,13 @@ def _at_vocab(plan: Plan, vocab_size: int, device: torch.device, dtype: torch.dt
     return measure_decode(rig, context=context, batch=1)
 
 
-def _parity(plan: Plan, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def _parity_json(run_of: RandomRun, report: ParityReport) -> dict[str, Any]:
     """Training against serving on the same tokens; by layer too."""
-    report = random_parity(plan.config, plan.parity, device=device, dtype=dtype)
     return {
         "r": report.fp32_head.r,
         "mean_abs_dlogp": report.fp32_head.mean_abs_dlogp,
         "r_bf16_head": report.bf16_head.r,
-        **asdict(plan.parity),
+        **asdict(run_of),
         **asdict(report),
     }
 

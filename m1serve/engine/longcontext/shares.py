@@ -18,7 +18,10 @@ from m1serve.model.hybrid import M1ForCausalLM
 # the first that fits a kernel's name counts; elementwise is what remains
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lightning", ("walk", "run_kernel", "chain_kernel", "lightning", "decode_hopper")),
-    ("softmax_attention", ("flash", "cudnn", "sdpa", "fmha", "paged", "attention")),
+    (
+        "softmax_attention",
+        ("flash", "cudnn", "sdpa", "fmha", "paged", "attention", "attend", "join_parts"),
+    ),
     ("experts", ("groupproblem", "grouped", "up_kernel", "down_kernel")),
     ("gemm", ("gemm", "nvjet", "cublas", "xmma", "gemv", "linear_kernel", "splitk")),
     ("copies", ("memcpy", "memset")),
