@@ -53,10 +53,10 @@ def walk(
         *pool_strides(target_SHDD),
     )
     arguments = (
-        _descriptor(q_THD, HEAD_DIM),
-        _descriptor(k_THD, HEAD_DIM),
-        _descriptor(v_THD, columns),
-        _descriptor(o_THD, columns),
+        descriptor(q_THD, CHUNK, HEAD_DIM),
+        descriptor(k_THD, CHUNK, HEAD_DIM),
+        descriptor(v_THD, CHUNK, columns),
+        descriptor(o_THD, CHUNK, columns),
         *pointers,
         *strides,
         H,
@@ -101,7 +101,8 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _descriptor(t_THD: Tensor, columns: int) -> TensorDescriptor:
+def descriptor(t_THD: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Of tiles of some tokens and columns of a head; rows past the last token read as zeros."""
     T, H, D = t_THD.shape
     width = (H - 1) * t_THD.stride(1) + D
-    return TensorDescriptor(t_THD, [T, width], [t_THD.stride(0), 1], [CHUNK, columns], SWIZZLED)
+    return TensorDescriptor(t_THD, [T, width], [t_THD.stride(0), 1], [rows, columns], SWIZZLED)

@@ -1,7 +1,8 @@
 """Causal softmax attention of one sequence's chunk over itself and all of its past, no gradients.
 
-On CUDA in bf16 and fp16 torch's cuDNN or flash kernels attend to the chunk and to the past, and one
-pass joins the two; the rest is blocked over queries with a mask.
+On CUDA in bf16 and fp16 a fused kernel attends to the chunk and to the past, and one pass joins the
+two: on Hopper our own (`softmax_hopper`) where it fits, else torch's cuDNN or flash. The rest is
+blocked over queries with a mask.
 Shapes: T tokens of the chunk, L tokens before it, H query heads, K kv heads, G = H/K, D head dim.
 """
 
@@ -20,6 +21,8 @@ from m1serve.kernels.checks import check_devices, check_dtypes, check_last_dim, 
 
 BLOCK_SCORES = 1 << 24
 """Scores that the blocked attention holds at once: 64 MiB in fp32, a few times over."""
+HOPPER_TOKENS = 128
+"""Smaller chunks fill too little of our kernel's tiles."""
 CUDNN_TOKENS = 1024
 """Smaller chunks take flash: cuDNN plans each new pair of lengths, which takes the host longer."""
 CUDNN_VERSION = 91501
@@ -98,18 +101,46 @@ def _is_fused(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> bool:
 
 
 def _fused(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, is_causal: bool) -> Part:
-    """By cuDNN where that is right and pays, else by flash; kv heads are not repeated."""
+    """By our kernel, by cuDNN where that is right and pays, or by flash; no kv head is repeated."""
     shortest = min(q_1HTD.shape[2], k_1KTD.shape[2])
-    if shortest >= CUDNN_TOKENS and _has_cudnn(q_1HTD, k_1KTD, v_1KTD, is_causal):
-        o_1HTD, lse_1HT, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q_1HTD, k_1KTD, v_1KTD, None, True, 0.0, is_causal, False
-        )
-    else:
-        o_1HTD, lse_1HT, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            q_1HTD, k_1KTD, v_1KTD, 0.0, is_causal, False
-        )
-    # cuDNN's statistics are [1, H, T, 1], flash's [1, H, T]
-    return Part(o_1HTD[0].transpose(0, 1), lse_1HT.reshape(lse_1HT.shape[1:3]))
+    by = by_flash
+    if shortest >= HOPPER_TOKENS and _fits_hopper(q_1HTD, k_1KTD, v_1KTD):
+        by = by_hopper
+    elif shortest >= CUDNN_TOKENS and _has_cudnn(q_1HTD, k_1KTD, v_1KTD, is_causal):
+        by = by_cudnn
+    return by(q_1HTD, k_1KTD, v_1KTD, is_causal=is_causal)
+
+
+def by_hopper(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, is_causal: bool) -> Part:
+    from m1serve.kernels.softmax_hopper import attend
+
+    q_THD, k_LKD, v_LKD = (t[0].transpose(0, 1) for t in (q_1HTD, k_1KTD, v_1KTD))
+    return Part(*attend(q_THD, k_LKD, v_LKD, is_causal=is_causal))
+
+
+def by_cudnn(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, is_causal: bool) -> Part:
+    o_1HTD, lse_1HT1, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q_1HTD, k_1KTD, v_1KTD, None, True, 0.0, is_causal, False
+    )
+    return Part(o_1HTD[0].transpose(0, 1), lse_1HT1.reshape(lse_1HT1.shape[1:3]))
+
+
+def by_flash(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, is_causal: bool) -> Part:
+    o_1HTD, lse_1HT, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q_1HTD, k_1KTD, v_1KTD, 0.0, is_causal, False
+    )
+    return Part(o_1HTD[0].transpose(0, 1), lse_1HT[0])
+
+
+def _fits_hopper(*tensors_1HTD: Tensor) -> bool:
+    try:
+        from m1serve.kernels import hopper
+    except (ImportError, AttributeError):  # a triton without Gluon, or with another Gluon
+        return False
+    # a head's tokens lie further apart than the heads of a token, so that a tile ends with them
+    return all(t.stride(1) <= t.stride(2) for t in tensors_1HTD) and hopper.fits(
+        *(t[0].transpose(0, 1) for t in tensors_1HTD)
+    )
 
 
 def _has_cudnn(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, is_causal: bool) -> bool:

@@ -21,12 +21,12 @@ from m1serve.kernels.benchmark.layer_cases import case_of, normal, row_of
 from m1serve.kernels.benchmark.report import OURS, Report, Row
 from m1serve.kernels.benchmark.timing import cold_ms, graph_ms
 from m1serve.kernels.paged import paged_decode, paged_gather, paged_store
-from m1serve.kernels.softmax import prefill_attention
+from m1serve.kernels.softmax import Attend, by_cudnn, by_flash, in_parts, prefill_attention
 
 NUM_KV_HEADS, PAGE_TOKENS = 8, 64
 TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 2
 """Key and value of a token."""
-DENSE, FLASH = "torch SDPA, dense keys", "torch flash"
+DENSE, CUDNN, FLASH = "torch SDPA, dense keys", "torch cuDNN", "torch flash"
 DECODE, PREFILL = "paged_decode", "softmax_prefill"
 # rows and tokens of each; a step of 1M tokens and 8 rows reads 34 GB
 SHAPES = (
@@ -47,7 +47,8 @@ def softmax_cases() -> Iterator[Case]:
     for num_past in PASTS:
         name = softmax_name(num_past)
         yield case_of(PREFILL, name, OURS, partial(_prefill, prefill_attention, num_past))
-    yield case_of(PREFILL, softmax_name(0), FLASH, partial(_prefill, _flash, 0))
+        for impl, by in ((CUDNN, by_cudnn), (FLASH, by_flash)):
+            yield case_of(PREFILL, name, impl, partial(_prefill, partial(_joined, by), num_past))
     yield case_of("paged_store", f"T={CHUNK}", OURS, _store)
     yield case_of("paged_gather", f"T={1024 * K}", OURS, _gather)
 
@@ -120,7 +121,8 @@ def _prefill(attend: Callable[..., Tensor], num_past: int) -> Row:
     """The first call is timed besides: it plans for lengths that a server often meets but once."""
     q_THD = normal(CHUNK, NUM_HEADS, HEAD_DIM)
     k_TKD, v_TKD = normal(2, CHUNK, NUM_KV_HEADS, HEAD_DIM)
-    past = [*normal(2, NUM_KV_HEADS, num_past, HEAD_DIM)] if num_past else []
+    # as `paged_gather` makes them
+    past = [*normal(2, num_past, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)] if num_past else []
     call = partial(attend, q_THD, k_TKD, v_TKD, *past)
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -133,10 +135,9 @@ def _prefill(attend: Callable[..., Tensor], num_past: int) -> Row:
     return row_of(ms=ms, num_flops=num_flops, extra=extra)
 
 
-def _flash(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    q, k, v = (t.transpose(0, 1)[None] for t in (q_THD, k_TKD, v_TKD))
-    o_1HTD: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-    return o_1HTD
+def _joined(by: Attend, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *past: Tensor) -> Tensor:
+    past_k, past_v = past or (None, None)
+    return in_parts(q_THD, k_TKD, v_TKD, past_k, past_v, by)
 
 
 @torch.no_grad()

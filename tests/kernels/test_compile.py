@@ -188,6 +188,26 @@ def hopper_case(columns: int, stages: int, reverse: bool) -> Case:
     )
 
 
+def attend_case(is_causal: bool, takes_turns: bool) -> Case:
+    tile = "tensordesc<bf16[{}, 128],NVMMASharedLayout(128, 16, 2)>"
+    return Case(
+        name="attend" + ("-causal" if is_causal else "") + ("-turns" if takes_turns else ""),
+        module="m1serve.kernels.softmax_hopper",
+        kernel="attend_kernel",
+        arguments={
+            **dict.fromkeys(("q_desc", "o_desc"), tile.format(64)),
+            **dict.fromkeys(("k_desc", "v_desc"), tile.format(128)),
+            "LSE": "*fp32/16",
+            **dict.fromkeys(("num_queries", "num_keys"), "i32"),
+            **dict.fromkeys(("q_head", "k_head", "v_head"), "i32/16"),
+            "H": 64,
+            "K": 8,
+            "CAUSAL": is_causal,
+            "TURNS": takes_turns,
+        },
+    )
+
+
 def experts_case(kernel: str, num_tokens: int, is_even: bool, by_pick: bool) -> Case:
     """As `moe_decode.expert_picks` launches them; the widths below are its `tile_of`."""
     block_b, stages = {1: (16, 5), 128: (32, 4), 256: (64, 3)}[num_tokens]
@@ -394,7 +414,7 @@ def join_case(dtype: str, head_dim: int) -> Case:
 def page_copy_case(kernel: str, dtype: str, index: str) -> Case:
     """As `paged_copy_triton` launches them."""
     strides = ("key_page", "value_page", "pool_page", "k_row", "k_head", "v_row", "v_head")
-    pointers = ("key_PKSD", "value_PKSD", "k_NKD", "v_NKD", "pool_PKSD", "out_KLD")
+    pointers = ("key_PKSD", "value_PKSD", "k_NKD", "v_NKD", "pool_PKSD", "out_LKD")
     return Case(
         name=f"{kernel}-{dtype}-{index}",
         module="m1serve.kernels.paged_copy_triton",
@@ -452,6 +472,10 @@ CASES = [
     logprobs_case("fold", "fp32", "i64"),
     logprobs_case("differentiate", "bf16", "i64"),
     logprobs_case("differentiate", "fp32", "i32"),
+    attend_case(True, True),
+    attend_case(False, True),
+    attend_case(True, False),
+    attend_case(False, False),
     hopper_case(64, 4, False),
     hopper_case(64, 4, True),
     hopper_case(128, 3, False),
