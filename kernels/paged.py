@@ -74,9 +74,7 @@ def paged_store(
 
 
 def paged_gather(pool_PKSD: Tensor, pages: Sequence[int] | Tensor, num_tokens: int) -> Tensor:
-    """The first `num_tokens` tokens of one sequence as [K, L, D].
-
-    On CUDA a token's heads lie side by side, as `prefill_attention` wants them.
+    """The first `num_tokens` tokens of one sequence as a contiguous [K, L, D].
 
     `pages` names at least ceil(L / S) pages in order; more are not read. A list is copied to the
     pool's device; a tensor's values are not checked on a device, where a page outside the pool

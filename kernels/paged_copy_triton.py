@@ -47,11 +47,10 @@ def store(
 def gather(pool_PKSD: Tensor, page_M: Tensor, num_tokens: int) -> Tensor:
     """`paged.paged_gather` of checked inputs: some tokens of a head a program."""
     P, K, S, D = pool_PKSD.shape
-    out_LKD = torch.empty(num_tokens, K, D, dtype=pool_PKSD.dtype, device=pool_PKSD.device)
+    out_KLD = torch.empty(K, num_tokens, D, dtype=pool_PKSD.dtype, device=pool_PKSD.device)
     with torch.cuda.device_of(pool_PKSD):
         gather_kernel[(triton.cdiv(num_tokens, GATHERED_TOKENS), K)](
-            *(pool_PKSD, page_M, out_LKD, P, num_tokens, pool_PKSD.stride(0)),
-            K=K,
+            *(pool_PKSD, page_M, out_KLD, P, num_tokens, pool_PKSD.stride(0)),
             S=S,
             D=D,
             BLOCK_L=GATHERED_TOKENS,
@@ -59,7 +58,7 @@ def gather(pool_PKSD: Tensor, page_M: Tensor, num_tokens: int) -> Tensor:
             enable_fp_fusion=True,
             **pdl(pool_PKSD),
         )
-    return out_LKD.transpose(0, 1)
+    return out_KLD
 
 
 @triton.jit
@@ -104,11 +103,10 @@ def store_kernel(
 def gather_kernel(
     pool_PKSD,
     page_M,
-    out_LKD,
+    out_KLD,
     num_pages,
     num_tokens,
     pool_page,
-    K: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -126,5 +124,5 @@ def gather_kernel(
     mask_LD = (real_L & has_page_L)[:, None] & (i_D < D)[None, :]
     x_LD = tl.load(ptr_L[:, None] + i_D[None, :], mask=mask_LD, other=0.0)
     x_LD = tl.where(has_page_L[:, None], x_LD, float("nan")).to(x_LD.dtype)
-    at_L = (token_L.to(tl.int64) * K + head) * D
-    tl.store(out_LKD + at_L[:, None] + i_D[None, :], x_LD, mask=real_L[:, None])
+    at_L = (head * num_tokens + token_L) * D
+    tl.store(out_KLD + at_L[:, None] + i_D[None, :], x_LD, mask=real_L[:, None])

@@ -137,10 +137,7 @@ def _fits_hopper(*tensors_1HTD: Tensor) -> bool:
         from m1serve.kernels import hopper
     except (ImportError, AttributeError):  # a triton without Gluon, or with another Gluon
         return False
-    # a head's tokens lie further apart than the heads of a token, so that a tile ends with them
-    return all(t.stride(1) <= t.stride(2) for t in tensors_1HTD) and hopper.fits(
-        *(t[0].transpose(0, 1) for t in tensors_1HTD)
-    )
+    return hopper.fits(*(t[0].transpose(0, 1) for t in tensors_1HTD))
 
 
 def _has_cudnn(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, is_causal: bool) -> bool:

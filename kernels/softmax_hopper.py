@@ -13,6 +13,8 @@ of a block.
 # ruff: noqa: ANN001, ANN201, ANN202  (a jit kernel's annotations are constexpr only)
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from m1serve.kernels.hopper import descriptor
 
@@ -45,6 +48,25 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the tiles of keys or values lie: of a head, so many rows and columns further on."""
+
+    tiles: TensorDescriptor
+    head_row: int
+    head_column: int
+
+    @classmethod
+    def of(cls, t_LKD: Tensor) -> Place:
+        """Heads one after the other, as of a gathered past, or side by side, as of a projection."""
+        (L, K, D), (row, head, _) = t_LKD.shape, t_LKD.stride()
+        if head < L * row or head % row:
+            return cls(descriptor(t_LKD, KEYS, D), 0, head)
+        rows = head // row
+        flat_RD = t_LKD.as_strided(((K - 1) * rows + L, 1, D), (row, row, 1))
+        return cls(descriptor(flat_RD, KEYS, D), rows, 0)
+
+
 def attend(
     q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, *, is_causal: bool, takes_turns: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -56,15 +78,17 @@ def attend(
     (T, H, D), K = q_THD.shape, k_LKD.shape[1]
     o_THD = torch.empty(T, H, D, dtype=q_THD.dtype, device=q_THD.device)
     lse_HT = torch.empty(H, T, dtype=torch.float32, device=q_THD.device)
+    keys, values = Place.of(k_LKD), Place.of(v_LKD)
     with torch.cuda.device_of(q_THD):
         attend_kernel[(-(-T // QUERIES) * H,)](
             descriptor(q_THD, QUERIES // 2, D),
-            descriptor(k_LKD, KEYS, D),
-            descriptor(v_LKD, KEYS, D),
+            keys.tiles,
+            values.tiles,
             descriptor(o_THD, QUERIES // 2, D),
             lse_HT,
             *(T, k_LKD.shape[0]),
-            *(q_THD.stride(1), k_LKD.stride(1), v_LKD.stride(1)),
+            *(q_THD.stride(1), keys.head_column, values.head_column),
+            *(keys.head_row, values.head_row),
             H=H,
             K=K,
             CAUSAL=is_causal,
@@ -79,8 +103,8 @@ def attend(
 @gluon.jit
 def _produce(q_desc, k_desc, v_desc, tiles, bars, where):
     q_pair, k_ring, v_ring = tiles
-    q_full, k_full, k_empty, v_full, v_empty, _ = bars
-    query, q_col, k_col, v_col, num_blocks = where
+    q_full, k_full, k_empty, v_full, v_empty, _, _ = bars
+    query, q_col, k_row, k_col, v_row, v_col, num_blocks = where
     mbarrier.expect(q_full, 2 * 2 * _M * _D)
     _load(q_desc, [query, q_col], q_full, q_pair.index(0))
     _load(q_desc, [query + _M, q_col], q_full, q_pair.index(1))
@@ -90,10 +114,10 @@ def _produce(q_desc, k_desc, v_desc, tiles, bars, where):
         at = (num_blocks - 1 - j) * _N
         mbarrier.wait(k_empty.index(s), phase)
         mbarrier.expect(k_full.index(s), 2 * _N * _D)
-        _load(k_desc, [at, k_col], k_full.index(s), k_ring.index(s))
+        _load(k_desc, [k_row + at, k_col], k_full.index(s), k_ring.index(s))
         mbarrier.wait(v_empty.index(s), phase)
         mbarrier.expect(v_full.index(s), 2 * _N * _D)
-        _load(v_desc, [at, v_col], v_full.index(s), v_ring.index(s))
+        _load(v_desc, [v_row + at, v_col], v_full.index(s), v_ring.index(s))
 
 
 @gluon.jit
@@ -129,6 +153,15 @@ def _first_block(q, k_ring, k_full, k_empty, rest, PART: gl.constexpr, CAUSAL: g
 
 
 @gluon.jit
+def _blank_rows(tile, count):
+    """Zero a tile's rows from `count` on: another head's values, or nobody's, which may be NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, _M, gl.SliceLayout(1, layout))
+    kept = gl.where((rows < count)[:, None], tile.load(layout), 0.0)
+    tile.store(kept.to(gl.bfloat16))
+
+
+@gluon.jit
 def _attend(
     out, tiles, bars, where, PART: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr
 ):  # fmt: skip
@@ -136,7 +169,7 @@ def _attend(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _N, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     q_pair, k_ring, v_ring = tiles
-    q_full, k_full, k_empty, v_full, v_empty, turn = bars
+    q_full, k_full, k_empty, v_full, v_empty, turn, blanked = bars
     num_blocks, num_keys = where
     q = q_pair.index(PART)
     mbarrier.wait(q_full, 0)
@@ -146,6 +179,12 @@ def _attend(
     p_MN, total_M, most_M = _weights(s_MN, most_M, left)
     o_MD = gl.zeros([_M, _D], gl.float32, mma)
     mbarrier.wait(v_full.index(0), 0)
+    if not CAUSAL:  # noqa: SIM102  (known when compiled, the other when run)
+        if rest < _N:
+            _blank_rows(v_ring.index(0).slice(PART * _M, _M, 0), rest - PART * _M)
+            fence_async_shared()
+            mbarrier.arrive(blanked, count=1)
+            mbarrier.wait(blanked, 0)
     for j in range(1, num_blocks):
         s = j % _STAGES
         before = (j - 1) % _STAGES
@@ -191,14 +230,16 @@ def _put(out, room, o_MD, most_M, total_M, PART: gl.constexpr):
 
 @gluon.jit
 def _barriers():
-    """Full of queries; full and empty of keys, of values; whose turn it is."""
+    """Full of queries; full and empty of keys, of values; whose turn it is; of blanked values."""
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    blanked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
+    mbarrier.init(blanked, count=2)
     for s in gl.static_range(_STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(k_empty.index(s), count=2)
@@ -207,12 +248,14 @@ def _barriers():
     for part in gl.static_range(2):
         mbarrier.init(turn.index(part), count=1)
     fence_async_shared()
-    return q_full, k_full, k_empty, v_full, v_empty, turn
+    return q_full, k_full, k_empty, v_full, v_empty, turn, blanked
 
 
-@gluon.jit
+# lengths are of every kind: a compilation for each would stall the request that brings it
+@gluon.jit(do_not_specialize=["num_queries", "num_keys", "k_row", "v_row"])
 def attend_kernel(
-    q_desc, k_desc, v_desc, o_desc, LSE, num_queries, num_keys, q_head, k_head, v_head,
+    q_desc, k_desc, v_desc, o_desc, LSE, num_queries, num_keys,
+    q_head, k_head, v_head, k_row, v_row,
     H: gl.constexpr, K: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Heads of a kv head side by side, kv heads one after the other: L2 holds what all read."""
@@ -237,7 +280,9 @@ def attend_kernel(
     bars = _barriers()
     out = (o_desc, LSE + head.to(gl.int64) * num_queries, query, head * _D, num_queries)
     blocks = (num_blocks, num_keys)
-    where = (query, head * q_head, kv * k_head, kv * v_head, num_blocks)
+    where = (
+        query, head * q_head, kv * k_row, kv * k_head, kv * v_row, kv * v_head, num_blocks
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (_attend, (out, tiles, bars, blocks, 0, CAUSAL, TURNS)),

@@ -121,8 +121,7 @@ def _prefill(attend: Callable[..., Tensor], num_past: int) -> Row:
     """The first call is timed besides: it plans for lengths that a server often meets but once."""
     q_THD = normal(CHUNK, NUM_HEADS, HEAD_DIM)
     k_TKD, v_TKD = normal(2, CHUNK, NUM_KV_HEADS, HEAD_DIM)
-    # as `paged_gather` makes them
-    past = [*normal(2, num_past, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)] if num_past else []
+    past = [*normal(2, NUM_KV_HEADS, num_past, HEAD_DIM)] if num_past else []
     call = partial(attend, q_THD, k_TKD, v_TKD, *past)
     torch.cuda.synchronize()
     began = time.perf_counter()

@@ -200,6 +200,7 @@ def attend_case(is_causal: bool, takes_turns: bool) -> Case:
             "LSE": "*fp32/16",
             **dict.fromkeys(("num_queries", "num_keys"), "i32"),
             **dict.fromkeys(("q_head", "k_head", "v_head"), "i32/16"),
+            **dict.fromkeys(("k_row", "v_row"), "i32"),
             "H": 64,
             "K": 8,
             "CAUSAL": is_causal,
@@ -414,7 +415,7 @@ def join_case(dtype: str, head_dim: int) -> Case:
 def page_copy_case(kernel: str, dtype: str, index: str) -> Case:
     """As `paged_copy_triton` launches them."""
     strides = ("key_page", "value_page", "pool_page", "k_row", "k_head", "v_row", "v_head")
-    pointers = ("key_PKSD", "value_PKSD", "k_NKD", "v_NKD", "pool_PKSD", "out_LKD")
+    pointers = ("key_PKSD", "value_PKSD", "k_NKD", "v_NKD", "pool_PKSD", "out_KLD")
     return Case(
         name=f"{kernel}-{dtype}-{index}",
         module="m1serve.kernels.paged_copy_triton",

@@ -69,11 +69,15 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     torch.testing.assert_close(got.lse_HT.double(), wanted_HT, rtol=1e-5, atol=1e-3)
 
 
-def test_what_lies_past_the_keys_is_not_seen() -> None:
+@pytest.mark.parametrize("num_keys", [1, 63, 65, 777, 896])
+@pytest.mark.parametrize("is_gathered", [True, False])
+def test_what_lies_past_the_keys_is_not_seen(is_gathered: bool, num_keys: int) -> None:
+    """Heads one after the other, or side by side as in a projection."""
     q, _, _ = projection(256)
-    room = torch.full((2, 1000, K, D), torch.nan, device="cuda", dtype=torch.bfloat16)
-    room[:, :777].normal_()
-    k, v = room[:, :777].transpose(1, 2)[:, None]
+    shape = (2, K, 1000, D) if is_gathered else (2, 1000, K, D)
+    room = torch.full(shape, torch.nan, device="cuda", dtype=torch.bfloat16)
+    both = room[:, :, :num_keys] if is_gathered else room[:, :num_keys].transpose(1, 2)
+    k, v = both.normal_()[:, None]
     got = by_hopper(q, k, v, is_causal=False)
     assert error(got.o_THD, exact(q, k, v, is_causal=False)[0]) < BAR
 
