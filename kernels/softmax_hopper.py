@@ -43,6 +43,24 @@ _STAGES = gl.constexpr(STAGES)
 _SCALE = gl.constexpr(1.4426950408889634 / HEAD_DIM**0.5)
 _LN2 = gl.constexpr(0.6931471805599453)
 
+
+def _fade_asm(count: int) -> str:
+    """PTX of `count` products $i = o fade, which lie in fours: two of a row, two of the other."""
+    o, fade = [f"${count + i}" for i in range(count)], [f"${2 * count + i}" for i in range(count)]
+    test = f"setp.eq.f32 p, {fade[0]}, 1.0; setp.eq.and.f32 p, {fade[2]}, 1.0, p; "
+    products = " ".join(f"mul.f32 ${i}, {o[i]}, {fade[i]};" for i in range(count))
+    return (
+        f"{{ .reg .pred p; {test} vote.sync.all.pred p, p, 0xffffffff; @p bra DONE; "
+        f"{products} DONE: }}"
+    )
+
+
+_FADED = gl.constexpr(32)
+"""Values of a thread that one branch spares."""
+_FADE = gl.constexpr(_fade_asm(32))
+# o is given in the registers of the results
+_FADE_REGISTERS = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
+
 # Gluon's names up to triton 3.8, and from 3.9 on
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -136,6 +154,14 @@ def _weights(s_MN, most_M, left: gl.constexpr):
 
 
 @gluon.jit
+def _faded(o_MD, fade_MD):
+    """o fade; a warp whose fades are all 1, as most are far into the keys, is spared it."""
+    return gl.inline_asm_elementwise(
+        _FADE, _FADE_REGISTERS, [o_MD, fade_MD], dtype=gl.float32, is_pure=True, pack=_FADED
+    )
+
+
+@gluon.jit
 def _first_block(q, k_ring, k_full, k_empty, rest, PART: gl.constexpr, CAUSAL: gl.constexpr):
     """Masked scores [M, N] of the block that has a mask; `rest` keys of it exist."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _N, 16])
@@ -206,7 +232,7 @@ def _attend(
         mbarrier.wait(v_full.index(s), phase)
         o_MD = warpgroup_mma_wait(0, deps=[o_MD])
         mbarrier.arrive(v_empty.index(before), count=1)
-        o_MD = o_MD * fade_M[:, None]
+        o_MD = _faded(o_MD, fade_M[:, None] + gl.zeros([_M, _D], gl.float32, mma))
         p_MN = next_MN
     last = (num_blocks - 1) % _STAGES
     o_MD = warpgroup_mma(p_MN, v_ring.index(last), o_MD, is_async=True)

@@ -14,7 +14,7 @@ from m1serve.engine.generation import Sequence
 from m1serve.engine.prefix_cache import Space
 from m1serve.engine.reader import Reading, read_together
 from m1serve.engine.rows import RowTable
-from m1serve.engine.sampler import Drawn, DrawPlan, Sampler
+from m1serve.engine.sampler import Drawn, DrawPlan, HostCopy, Sampler
 from m1serve.engine.scheduler import Want, group_by_width, share_budget
 from m1serve.engine.slots import RowSnapshot
 from m1serve.engine.stopping import Stop
@@ -193,19 +193,21 @@ class VersionBatch:
             drawn = self._decode_rows()
         except STEP_ERRORS as error:
             return self._fail(list(self.rows.decoding), error)
-        self._take(drawn)
+        self._take(drawn.wait())
         finished = [sequence for sequence in self.rows.decoding if sequence.stop is not None]
         for sequence in reversed(finished):
             self._keep_turn(sequence)
             self.rows.release(sequence)
         return finished
 
-    def _decode_rows(self) -> Drawn:
+    def _decode_rows(self) -> HostCopy:
         decoding = self.rows.decoding
         logits_NV = self._model.logits(self.rows.pool.last_RE[: len(decoding)])
         drawn = self._sampler.draw(logits_NV, decoding, self._current_plan())
+        # before the step, which then runs while the host deals with the tokens
+        copy = drawn.start_copy()
         self._decode_step.run(drawn.token_N)
-        return drawn
+        return copy
 
     def _current_plan(self) -> DrawPlan:
         if self._plan is None or self._plan_epoch != self.rows.epoch:

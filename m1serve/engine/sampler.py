@@ -1,11 +1,13 @@
 """Sampler: one draw for every decoding row; those that bend nothing cost one softmax and search."""
 
+# mypy: allow-untyped-calls
 # N rows, M bent rows, V vocabulary, K top logprobs
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +22,46 @@ class Drawn:
     """int64"""
     logprob_N: Tensor
     """fp32, the model's own at temperature 1"""
-    sampled_logprob_M: Tensor | None
+    sampled_logprob_M: Tensor | None = None
     """Of the bent rows, under what they were drawn from."""
-    top_logprob_NK: Tensor | None
-    top_id_NK: Tensor | None
+    top_logprob_NK: Tensor | None = None
+    top_id_NK: Tensor | None = None
+
+    def start_copy(self) -> HostCopy:
+        """To the host, behind what the device has been asked for by now and before all else."""
+        if not self.token_N.is_cuda:
+            return HostCopy(self, None)
+        host = Drawn(
+            token_N=_to_pinned(self.token_N),
+            logprob_N=_to_pinned(self.logprob_N),
+            sampled_logprob_M=_to_pinned(self.sampled_logprob_M),
+            top_logprob_NK=_to_pinned(self.top_logprob_NK),
+            top_id_NK=_to_pinned(self.top_id_NK),
+        )
+        copied = torch.cuda.Event()
+        copied.record()
+        return HostCopy(host, copied)
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A draw on its way to the host: the step that reads its tokens may run meanwhile."""
+
+    drawn: Drawn
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> Drawn:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.drawn
+
+
+T = TypeVar("T", Tensor, "Tensor | None")
+
+
+def _to_pinned(t: T) -> T:
+    """A copy that nobody waits for: torch pins the memory of such by itself."""
+    return t if t is None else t.to("cpu", non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ def decode(context: int, batch: int, ms: float) -> Decode:
         has_graph=True,
         ms=ms,
         ms_hidden=ms,
-        ms_in_a_row=ms,
+        ms_from_rest=ms,
         experts_touched=2.0,
         min_bytes=int(8e9),
     )

@@ -15,6 +15,7 @@ from m1serve.engine.longcontext.clock import Clock
 from m1serve.engine.longcontext.rig import Rig
 from m1serve.engine.longcontext.shares import Share, device_shares
 from m1serve.engine.prefix_cache import Space
+from m1serve.engine.sampler import Drawn
 from m1serve.engine.token_ids import TokenIds
 from m1serve.kernels.moe import route
 from m1serve.model.footprint import footprint
@@ -41,11 +42,12 @@ class Decode:
     vocab_size: int
     has_graph: bool
     ms: float
-    """Logits and the step that follows the most probable token, the device idle before and after"""
-    ms_in_a_row: float
-    """The same where the next step is queued before the last one has ended"""
+    """A step of many, as the engine makes them: logits, the most probable token to the host, and
+    the step that reads it, while which runs the host asks for the next one"""
+    ms_from_rest: float
+    """The same with the device idle before and after"""
     ms_hidden: float
-    """The step alone"""
+    """The step alone, from rest"""
     experts_touched: float
     """Of a layer, on average"""
     min_bytes: int
@@ -93,18 +95,21 @@ def measure_prefill(rig: Rig, num_tokens: int, *, chunk_tokens: int, has_shares:
 def measure_decode(rig: Rig, *, context: int, batch: int) -> Decode:
     """Rows of a made-up context; a graph where there is a GPU."""
     clock, is_cuda = Clock(rig.device), rig.device.type == "cuda"
-    rig.make_up(batch, context, room=4 * (_TIMED_STEPS + _WARM_STEPS) + 8)
+    rig.make_up(batch, context, room=8 * (_TIMED_STEPS + _WARM_STEPS))
     step = rig.decode_step(with_graphs=is_cuda)
     token_N = rig.random_ids(batch)
     touched = _experts_touched(rig, token_N)
 
     def whole() -> None:
-        logits_NV = rig.model.logits(rig.pool.last_RE[:batch])
-        step.run(logits_NV.argmax(-1))
+        best = rig.model.logits(rig.pool.last_RE[:batch]).max(-1)
+        drawn = Drawn(token_N=best.indices, logprob_N=best.values)
+        copy = drawn.start_copy()
+        step.run(drawn.token_N)
+        copy.wait()
 
     with torch.inference_mode():
-        ms = _median_ms(clock, whole)
-        in_a_row_s = clock.seconds(lambda: _repeat(whole))
+        ms_from_rest = _median_ms(clock, whole)
+        ms = _in_a_row_ms(clock, whole)
         ms_hidden = _median_ms(clock, partial(step.run, token_N))
     rig.clear()
     return Decode(
@@ -113,7 +118,7 @@ def measure_decode(rig: Rig, *, context: int, batch: int) -> Decode:
         vocab_size=rig.model.config.vocab_size,
         has_graph=is_cuda,
         ms=ms,
-        ms_in_a_row=in_a_row_s / _TIMED_STEPS * 1e3,
+        ms_from_rest=ms_from_rest,
         ms_hidden=ms_hidden,
         experts_touched=touched,
         min_bytes=_step_bytes(rig, touched, batch, context),
@@ -157,9 +162,14 @@ def measure_snapshot(rig: Rig, num_tokens: int, *, chunk_tokens: int) -> Snapsho
     )
 
 
-def _repeat(call: Callable[[], None]) -> None:
-    for _ in range(_TIMED_STEPS):
-        call()
+def _in_a_row_ms(clock: Clock, call: Callable[[], None]) -> float:
+    """Of one call among others."""
+
+    def many() -> None:
+        for _ in range(_TIMED_STEPS):
+            call()
+
+    return statistics.median(clock.seconds(many) for _ in range(3)) / _TIMED_STEPS * 1e3
 
 
 def _median_ms(clock: Clock, call: Callable[[], object]) -> float:
