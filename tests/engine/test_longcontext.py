@@ -31,12 +31,17 @@ def test_a_tiny_run_measures_everything_and_saves_on_its_way() -> None:
     def save(result: dict[str, Any]) -> None:
         saved.append(len(result.get("prefill", [])) + len(result.get("decode", [])))
 
-    plan = replace(tiny_plan(), prompts=(64, 128), snapshot_tokens=96)
+    plan = replace(tiny_plan(), prompts=(64, 128), snapshot_tokens=96, beside_tokens=1500)
     result = run(plan, device=torch.device("cpu"), dtype=torch.float32, save=save)
     assert [row["tokens"] for row in result["prefill"]] == [64, 128]
     assert [(row["context"], row["batch"]) for row in result["decode"]] == list(plan.decodes)
     assert all(row["ms"] > 0 and row["experts_touched"] >= 2 for row in result["decode"])
     assert result["snapshot"]["speedup"] > 1
+    beside = result["beside"]
+    # in two steps or more, in each of which the other says a token
+    assert beside["num_tokens"] >= 1500 // 1024
+    assert 0 < beside["median_ms"] <= beside["p99_ms"] <= beside["max_ms"]
+    assert beside["read_seconds"] * 1e3 >= beside["max_ms"]
     assert result["parity"]["r"] > 0.9999
     assert {"mean_abs_dlogp", "r_bf16_head", "head_scale", "layers"} <= result["parity"].keys()
     assert saved == sorted(saved)

@@ -16,6 +16,7 @@ import torch
 
 from m1serve.config import EngineSettings
 from m1serve.engine.longcontext.bars import Measured, bars, parity_bars, projection
+from m1serve.engine.longcontext.beside import measure_beside
 from m1serve.engine.longcontext.measure import (
     Decode,
     Prefill,
@@ -54,6 +55,8 @@ class Plan:
     num_slots: int
     profiled: tuple[int, ...] = ()
     """Prompts that are read a second time under the profiler"""
+    beside_tokens: int | None
+    """Of a prompt that is read while another request decodes"""
     parity: RandomRun = field(default_factory=lambda: RandomRun(head_scale=1.0))
     """Of the weights as they are drawn"""
     sharper_heads: tuple[float, ...] = ()
@@ -73,6 +76,7 @@ def slice_plan() -> Plan:
         chunk_tokens=32 * K,
         snapshot_tokens=256 * K,
         num_slots=128,
+        beside_tokens=K * K,
         profiled=(64 * K, K * K),
         sharper_heads=(2.0, 4.0),
     )  # fmt: skip
@@ -88,6 +92,7 @@ def tiny_plan() -> Plan:
         chunk_tokens=256,
         snapshot_tokens=512,
         num_slots=4,
+        beside_tokens=2048,
         parity=RandomRun(rows=2, prompt_tokens=64, sampled_tokens=16, chunk=48, head_scale=1.0),
     )
 
@@ -134,6 +139,11 @@ def run(plan: Plan, *, device: torch.device, dtype: torch.dtype, save: Save) -> 
         sharper = replace(plan.parity, head_scale=scale)
         report = random_parity(plan.config, sharper, device=device, dtype=dtype)
         result[f"parity_head_x{scale:g}"] = _parity_json(sharper, report)
+        save(result)
+    if plan.beside_tokens is not None:
+        _free()
+        model = random_model_on(plan.config, device, dtype)
+        result["beside"] = asdict(measure_beside(model, plan.beside_tokens))
         save(result)
     return result
 
