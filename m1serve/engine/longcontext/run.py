@@ -129,23 +129,27 @@ def run(plan: Plan, *, device: torch.device, dtype: torch.dtype, save: Save) -> 
         result["bars"] = [bar.to_json() for bar in bars(measured)]
         result["projection"] = projection(measured)
     save(result)
-    parity = random_parity(plan.config, plan.parity, device=device, dtype=dtype)
-    result["parity"] = _parity_json(plan.parity, parity)
-    if ceilings is not None:
-        result["bars"] += [bar.to_json() for bar in parity_bars(parity.fp32_head)]
-    save(result)
-    for scale in plan.sharper_heads:
-        _free()
-        sharper = replace(plan.parity, head_scale=scale)
-        report = random_parity(plan.config, sharper, device=device, dtype=dtype)
-        result[f"parity_head_x{scale:g}"] = _parity_json(sharper, report)
-        save(result)
+    _compare(plan, device, dtype, result, save)
     if plan.beside_tokens is not None:
-        _free()
         model = random_model_on(plan.config, device, dtype)
         result["beside"] = asdict(measure_beside(model, plan.beside_tokens))
         save(result)
     return result
+
+
+def _compare(
+    plan: Plan, device: torch.device, dtype: torch.dtype, result: dict[str, Any], save: Save
+) -> None:
+    """Training against serving, with the head as it is drawn and with sharper ones."""
+    for scale in (None, *plan.sharper_heads):
+        given = plan.parity if scale is None else replace(plan.parity, head_scale=scale)
+        report = random_parity(plan.config, given, device=device, dtype=dtype)
+        name = "parity" if scale is None else f"parity_head_x{scale:g}"
+        result[name] = _parity_json(given, report)
+        if scale is None and "bars" in result:
+            result["bars"] += [bar.to_json() for bar in parity_bars(report.fp32_head)]
+        save(result)
+        _free()
 
 
 def _at_length(
