@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ def main() -> None:
             attend(q_THD, k_TKD, v_TKD, is_causal=True)
             mark.record()
         torch.cuda.synchronize()
-        times = [x.elapsed_time(y) for x, y in zip(marks, marks[1:], strict=False)]
+        times = [x.elapsed_time(y) for x, y in pairwise(marks)]
         return [round(FLOPS / ms / 1e9, 1) for ms in times]
 
     rates(1)
