@@ -149,6 +149,13 @@ class Rig:
         fields.setdefault("min_delta_interval_s", math.inf)
         return await gather_said(self.open(self.request(**fields)))
 
+    async def begin(self, **fields: Any) -> asyncio.Task[Said]:
+        """`say` of a request that has begun: it runs on what is served now."""
+        items = self.open(self.request(**fields))
+        started = await anext(items)
+        assert isinstance(started, Started)
+        return asyncio.create_task(gather_said(items, Said(started)))
+
 
 async def gather_said(items: AsyncIterator[Started | Delta], said: Said | None = None) -> Said:
     async for item in items:

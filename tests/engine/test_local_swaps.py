@@ -100,8 +100,7 @@ async def test_going_back_to_a_version_that_is_held_reads_nothing(
     local: StartRig, versions: Versions, tmp_path: Path
 ) -> None:
     rig = await local(max_model_len=512)
-    running = asyncio.create_task(rig.say(max_tokens=200))
-    await asyncio.sleep(0.02)
+    running = await rig.begin(max_tokens=200)
     await rig.engine.load(versions[1])
     moved = VersionRef(weights_version="tiny@0", path=str(tmp_path / "absent"))
     report = await rig.engine.load(moved)
@@ -116,8 +115,7 @@ async def test_rolling_back_and_forth_keeps_every_request_on_its_version(
     rig = await local(max_model_len=512)
     streams = []
     for target in (versions[1], versions[0], versions[1]):
-        streams.append(asyncio.create_task(rig.say(max_tokens=60)))
-        await asyncio.sleep(0.02)
+        streams.append(await rig.begin(max_tokens=60))
         assert (await rig.engine.load(target)).is_accepted
     said = await asyncio.gather(*streams)
     assert [set(one.versions()) for one in said] == [{"tiny@0"}, {"tiny@1"}, {"tiny@0"}]
