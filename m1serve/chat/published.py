@@ -20,7 +20,16 @@ _TOOLS: list[dict[str, object]] = [
 ]
 _SHOWN_CHARS = 40
 _PROMPT = {"add_generation_prompt": True}
-_FAILURES = (TemplateError, TypeError, ValueError, OverflowError)
+_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
 
 
 def template_difference(source: str) -> str | None:

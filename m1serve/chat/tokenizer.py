@@ -27,6 +27,7 @@ THINK, THINK_END = "<think>", "</think>"
 CALLS, CALLS_END = "<tool_calls>", "</tool_calls>"
 TAGS = (THINK, THINK_END, CALLS, CALLS_END)
 
+_FETCH = "fetch the tokenizer.json that belongs to the model"
 _CACHED_CHARS = 32_768
 """Longer texts are encoded each time; shorter ones (system prompts, tool lists) are remembered."""
 _PART_CHARS = 16_384
@@ -37,14 +38,14 @@ class ChatTokenizer:
     """Load it with `ChatTokenizer.load`. Safe to share between threads."""
 
     def __init__(self, tokenizer_json: str, *, source: str = "tokenizer.json") -> None:
-        raw = json.loads(tokenizer_json)
+        raw = _json_object(tokenizer_json, source)
         _require_byte_level(raw, source)
         self._json = tokenizer_json
         self.digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
-        self._control = Tokenizer.from_str(tokenizer_json)
-        self._text = Tokenizer.from_str(json.dumps(_without_added_tokens(raw)))
+        self._control = _built(tokenizer_json, source)
+        self._text = _built(json.dumps(_without_added_tokens(raw)), source)
         self._cuts = cuts_of(raw)
-        self._bytes_of = _token_bytes(self._control, raw)
+        self._bytes_of = _token_bytes(self._control, raw, source)
         self.vocab_size = len(self._bytes_of)
         self.control_ids: dict[str, int] = {
             name: token_id
@@ -65,7 +66,11 @@ class ChatTokenizer:
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
             raise ConfigError(f"no tokenizer at {file}; wanted a directory with tokenizer.json")
-        return cls(file.read_text(encoding="utf-8"), source=str(file))
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file} is no JSON object ({error}); {_FETCH}") from error
+        return cls(text, source=str(file))
 
     def encode_control(self, text: str) -> list[int]:
         """Our own text: control tokens and tags in it become their ids."""
@@ -117,6 +122,24 @@ class Detokenizer:
         return self._decoder.decode(b"", True)
 
 
+def _json_object(text: str, source: str) -> dict[str, object]:
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} is no JSON object ({error}); {_FETCH}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{source} is no JSON object but a {type(raw).__name__}; {_FETCH}")
+    return raw
+
+
+def _built(tokenizer_json: str, source: str) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(tokenizer_json)
+    except Exception as error:
+        # tokenizers raises nothing narrower
+        raise ConfigError(f"{source} cannot be used: {error}; {_FETCH}") from error
+
+
 def _require_byte_level(raw: dict[str, object], source: str) -> None:
     model, decoder = raw.get("model"), raw.get("decoder")
     is_bpe = isinstance(model, dict) and model.get("type") == "BPE"
@@ -137,7 +160,7 @@ def _list(value: object) -> list[dict[str, object]]:
     return value if isinstance(value, list) else []
 
 
-def _token_bytes(tokenizer: Tokenizer, raw: dict[str, object]) -> list[bytes]:
+def _token_bytes(tokenizer: Tokenizer, raw: dict[str, object], source: str) -> list[bytes]:
     added = {str(token["content"]) for token in _list(raw.get("added_tokens"))}
     byte_of = _byte_of_char()
     vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
@@ -145,8 +168,14 @@ def _token_bytes(tokenizer: Tokenizer, raw: dict[str, object]) -> list[bytes]:
     for token, token_id in vocab.items():
         if token in added:
             table[token_id] = token.encode()
-        else:
+            continue
+        try:
             table[token_id] = bytes(byte_of[char] for char in token)
+        except KeyError as error:
+            raise ConfigError(
+                f"{source} has the token {token!r}, which spells no bytes: it is not a byte-level "
+                f"BPE; {_FETCH}"
+            ) from error
     return table
 
 

@@ -158,15 +158,29 @@ def _template_source(path: Path) -> str | None:
     """A chat_template.jinja goes before the tokenizer_config.json, as in transformers."""
     jinja, config = path / "chat_template.jinja", path / "tokenizer_config.json"
     if jinja.exists():
-        return jinja.read_text(encoding="utf-8")
+        return _text_of(jinja)
     source = read_json_object(config).get("chat_template") if config.exists() else None
     match source:
         case None | str():
             return source
         case [*named]:
-            texts = {t.get("name"): t.get("template") for t in named if isinstance(t, dict)}
-            return str(texts["default"]) if "default" in texts else None
-    raise Unfit(f"chat_template in {config} is {json.dumps(source)[:80]}, wanted a text")
+            for entry in named:
+                match entry:
+                    case {"name": "default", "template": str(text)}:
+                        return text
+    raise Unfit(
+        f"chat_template in {config} is {json.dumps(source)[:80]}, wanted a text, or a list with "
+        "one that is named default; fetch the file again"
+    )
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise Unfit(f"cannot read {file} ({error.strerror}); fetch it again") from error
+    except UnicodeDecodeError as error:
+        raise Unfit(f"{file} is not UTF-8 ({error}); fetch it again") from error
 
 
 def _memory(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from m1serve.errors import WeightsError
-from m1serve.model.spelling import TRANSFORMERS_TYPE, in_minimax_spelling
+from m1serve.model.spelling import TRANSFORMERS_TYPE, in_minimax_spelling, is_number
 
 LIGHTNING, SOFTMAX = 0, 1
 MODEL_TYPES = ("minimax_m1", "minimax_text_01", TRANSFORMERS_TYPE)
@@ -167,7 +166,6 @@ def _is_plausible(name: str, value: object) -> bool:
     if name == "postnorm":
         return isinstance(value, bool)
     if name.startswith("layernorm_") or name in ("rope_theta", "rms_norm_eps"):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_free = name.startswith("layernorm_")
-        return is_number and math.isfinite(value) and (is_free or value > 0)  # type: ignore
+        return is_number(value) and (is_free or value > 0)
     return type(value) is int and value > 0

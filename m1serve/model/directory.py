@@ -22,10 +22,12 @@ def read_json_object(file: Path) -> dict[str, object]:
         raise WeightsError(f"cannot read {file}: {error.strerror}; is it a model directory?") from (
             error
         )
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WeightsError(f"{file} is not JSON ({error}); fetch the file again") from error
     if not isinstance(raw, dict):
-        raise WeightsError(f"{file} holds a {type(raw).__name__}, wanted an object")
+        raise WeightsError(
+            f"{file} holds a {type(raw).__name__}, wanted an object; fetch the file again"
+        )
     return raw
 
 
@@ -49,7 +51,7 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
         weight_map = {
             str(k): str(v) for k, v in json.loads(index.read_bytes())["weight_map"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(
             f"{index} is not a safetensors index: {error!r}; fetch the file again"
         ) from error

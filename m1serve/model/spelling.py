@@ -6,8 +6,10 @@ would make another model: what is missing is left out, what contradicts itself i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 TRANSFORMERS_TYPE = "minimax"
 """The model_type of transformers' class; its norm order is fixed, so it has no `postnorm`."""
@@ -39,7 +41,7 @@ def in_minimax_spelling(raw: Mapping[str, object]) -> tuple[dict[str, object], l
 
     A field that two keys name must have one value. Fields that no key names stay absent.
     """
-    problems = [*_layer_type_problems(raw), *_rope_problems(raw)]
+    problems = [*_layer_type_problems(raw), *_rope_problems(raw), *_factor_problems(raw)]
     readings: dict[str, list[_Reading]] = {}
     for reading in _readings(raw):
         readings.setdefault(reading.field, []).append(reading)
@@ -72,8 +74,8 @@ def _readings(raw: Mapping[str, object]) -> Iterator[_Reading]:
         yield _Reading("rope_theta", "rope_parameters.rope_theta", rope["rope_theta"])
     for key, factor in _partial_rotary_factors(raw):
         head_dim = _head_dim(raw)
-        if head_dim is not None and _is_number(factor):
-            rotated = float(factor) * head_dim  # type: ignore[arg-type]
+        if head_dim is not None and is_number(factor):
+            rotated = float(factor) * head_dim
             dim = int(rotated) if rotated.is_integer() else rotated
             yield _Reading("rotary_dim", f"{key} times head_dim", dim)
 
@@ -85,6 +87,14 @@ def _partial_rotary_factors(raw: Mapping[str, object]) -> Iterator[tuple[str, ob
     rope = raw.get("rope_parameters")
     if isinstance(rope, Mapping) and rope.get(name) is not None:
         yield f"rope_parameters.{name}", rope[name]
+
+
+def _factor_problems(raw: Mapping[str, object]) -> list[str]:
+    return [
+        f"{key} is {factor!r}, wanted a share of head_dim"
+        for key, factor in _partial_rotary_factors(raw)
+        if not is_number(factor)
+    ]
 
 
 def _fill_transformers_rules(raw: Mapping[str, object], values: dict[str, object]) -> list[str]:
@@ -154,5 +164,8 @@ def _contradiction(one: _Reading, other: _Reading) -> str:
     return f"{one.key} is {one.value!r} and {other.key} is {other.value!r}: one of them is wrong"
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Finite, as a float too: JSON knows integers of any length."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max

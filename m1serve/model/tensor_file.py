@@ -49,7 +49,7 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
             for name, entry in json.loads(header).items()
             if name != "__metadata__"
         }
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise WeightsError(
             f"{file} is truncated or not safetensors ({error!r}); fetch it again"
         ) from error

@@ -32,7 +32,7 @@ def read_token_ids(file: Path) -> TokenIds:
         ids = dict(_ids(json.loads(file.read_bytes())))
     except OSError as error:
         raise WeightsError(f"cannot read {file} ({error.strerror}); {_FETCH}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{file} is no tokenizer.json ({error!r}); {_FETCH}") from error
     return TokenIds(
         num_tokens=max(ids.values(), default=-1) + 1,

@@ -38,6 +38,11 @@ def test_one_that_takes_plain_strings_is_the_same(published: str) -> None:
         (("ai name=assistant", "ai name=MiniMax AI"), "it renders "),
         (("<begin_of_document>", ""), "where m1serve renders '<begin_of_document>"),
         (("{% set ns", "{% sot ns"), "it cannot be rendered (TemplateSyntaxError"),
+        (("{% set ns", "{{ 1 / 0 }}{% set ns"), "(ZeroDivisionError"),
+        (
+            ("{% set ns", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}{% set ns"),
+            "(RecursionError",
+        ),
         (("{% set ns", "{{ ''.__class__.__mro__ }}{% set ns"), "(SecurityError"),
     ],
 )

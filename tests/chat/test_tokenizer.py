@@ -71,6 +71,32 @@ def test_a_tokenizer_without_m1s_control_tokens_is_refused() -> None:
         ChatTokenizer(json.dumps(raw))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"merges": [["q", "zz"]]}, "cannot be used: Token `"),
+        ({"vocab": []}, "cannot be used: "),
+        ({"vocab": {"\u4e2d": 0}, "merges": []}, "has the token '\u4e2d', which spells no bytes"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused_by_name(
+    change: dict[str, object], said: str
+) -> None:
+    raw = json.loads(byte_tokenizer().to_json())
+    raw["model"] |= change
+    with pytest.raises(ConfigError) as refusal:
+        ChatTokenizer(json.dumps(raw), source="here.json")
+    assert said in str(refusal.value)
+    assert "here.json" in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b"[]", b"[" * 100_000])
+def test_a_file_that_is_no_json_object_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is no JSON object"):
+        ChatTokenizer.load(tmp_path)
+
+
 def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         ChatTokenizer.load(tmp_path)

@@ -82,7 +82,7 @@ def _write_holes(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         place = end
     text = json.dumps(header).encode()
     with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(header_of(text))
         stream.truncate(8 + len(text) + place)
 
 
@@ -151,8 +151,18 @@ def add_a_token(path: Path) -> None:
     (path / "tokenizer.json").write_text(json.dumps(raw))
 
 
+def edit_tokenizer(path: Path, **changes: object) -> None:
+    raw = json.loads((path / "tokenizer.json").read_text())
+    raw["model"] |= changes
+    (path / "tokenizer.json").write_text(json.dumps(raw))
+
+
 def leave_the_files_without_an_index(path: Path) -> None:
     (path / "model.safetensors").rename(path / "model-00000-of-00002.safetensors")
+
+
+def header_of(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_template(path: Path) -> None:
@@ -197,6 +207,43 @@ def write_template(path: Path) -> None:
             lambda p: (p / "tokenizer_config.json").write_text('{"chat_template": 3}'),
             "model template",
             "is 3, wanted a text",
+        ),
+        (
+            lambda p: (p / "tokenizer_config.json").write_text('{"chat_template": ["x"]}'),
+            "model template",
+            "wanted a text",
+        ),
+        (
+            lambda p: (p / "chat_template.jinja").write_bytes(b"\xff\xfe"),
+            "model template",
+            "is not UTF-8",
+        ),
+        (lambda p: (p / "chat_template.jinja").mkdir(), "model template", "cannot read"),
+        (
+            lambda p: (p / "chat_template.jinja").write_text("{{ 1 / 0 }}"),
+            "model template",
+            "it cannot be rendered (ZeroDivisionError",
+        ),
+        (
+            lambda p: edit_tokenizer(p, merges=[["q", "zz"]]),
+            "model tokenizer",
+            "tokenizer.json cannot be used: Token `",
+        ),
+        (
+            lambda p: edit_tokenizer(p, type="Unigram"),
+            "model tokenizer",
+            "is not a byte-level BPE",
+        ),
+        (lambda p: (p / "config.json").write_text("[" * 100_000), "model", "is not JSON"),
+        (
+            lambda p: (p / "model.safetensors").write_bytes(header_of(b"[" * 100_000)),
+            "model files",
+            "is truncated or not safetensors",
+        ),
+        (
+            lambda p: (p / "model.safetensors.index.json").write_text("[" * 100_000),
+            "model files",
+            "is not a safetensors index",
         ),
     ],
 )

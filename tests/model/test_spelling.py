@@ -118,6 +118,7 @@ def test_m1s_config_through_transformers_is_refused_as_another_model(
         ({"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}}, "holds ['factor'], known are"),
         ({"rope_parameters": "default"}, "rope_parameters is 'default', wanted an object"),
         ({"partial_rotary_factor": 0.3}, "partial_rotary_factor times head_dim is 4.8"),
+        ({"partial_rotary_factor": "0.5"}, "partial_rotary_factor is '0.5', wanted a share of"),
         ({"postnorm": False}, "postnorm is False, but type 'minimax' is always post-norm"),
         ({"mlp_alpha_factor": "2"}, "layernorm_mlp_alpha is '2', not a usable number"),
         ({"eos_token_id": [2, 3]}, "eos_token_id is [2, 3], not one token id, nor null"),
