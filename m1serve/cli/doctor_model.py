@@ -11,7 +11,7 @@ from m1serve.chat.published import template_difference
 from m1serve.chat.tokenizer import EOS, ChatTokenizer
 from m1serve.cli.finding import Finding, Unfit
 from m1serve.errors import M1ServeError
-from m1serve.model.checkpoint import wanted_shapes
+from m1serve.model.checkpoint import FETCH_BOTH, wanted_shapes
 from m1serve.model.config import M1Config
 from m1serve.model.devices import Device
 from m1serve.model.directory import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_json_object
@@ -24,7 +24,6 @@ from m1serve.model.inventory import (
     take_inventory,
     tensor_problems,
 )
-from m1serve.model.tensor_file import ITEM_BYTES
 from m1serve.model.token_ids import TOKENIZER_FILE, resolve_token_ids
 
 M1_VOCAB_SIZE, M1_HIDDEN_SIZE, M1_EOS_ID = 200_064, 6_144, 200_020
@@ -99,7 +98,7 @@ def _tensors(config: M1Config | None, inventory: Inventory | None) -> Finding:
         "problems": problems,
     }
     if problems:
-        return _wrong("model tensors", abridged(problems, _SHOWN), details)
+        return _wrong("model tensors", f"{abridged(problems, _SHOWN)}; {FETCH_BOTH}", details)
     dtypes = ", ".join(f"{num:,} {dtype}" for dtype, num in sorted(inventory.dtypes.items()))
     text = f"{len(listed):,}, named as {CONFIG_FILE} wants them"
     text += f"; {dtypes}, shapes as wanted" if seen else ""
@@ -189,7 +188,8 @@ def _memory(
     if config is None:
         return _wrong("memory", _UNREADABLE)
     best = max(devices, key=lambda device: device.free_bytes)
-    counted = _footprint_on(best, config, inventory)
+    itemsize = _itemsize_on(best, inventory)
+    counted = footprint(config, weight_itemsize=itemsize, kv_itemsize=itemsize)
     most = config.max_position_embeddings
     alone = fit(counted, free_bytes=best.free_bytes, max_context_tokens=most)
     free_bytes = sum(device.free_bytes for device in devices)
@@ -201,7 +201,7 @@ def _memory(
         "fit": {"is_enough": alone.is_enough, **asdict(alone)},
         "fit_of_all_devices": {"is_enough": together.is_enough, **asdict(together)},
     }
-    precision = "as stored" if best.is_cuda else "in fp32, as the CPU computes,"
+    precision = "in bf16" if itemsize == 2 else "in fp32"
     text = (
         f"{best.name} ({best.model}) has {_size(best.free_bytes)} free; weights {precision} take "
         f"{_size(counted.weight_bytes)}, a sequence {_size(counted.state_bytes)} and "
@@ -213,12 +213,10 @@ def _memory(
     return _wrong("memory", f"{text}; {advice}", details)
 
 
-def _footprint_on(device: Device, config: M1Config, inventory: Inventory | None) -> Footprint:
-    """fp32 on the CPU, whatever is stored; on a GPU as stored, or bf16 while that is unknown."""
-    stored = {ITEM_BYTES[dtype] for dtype in (inventory.dtypes if inventory else ())}
-    narrow = min(stored, default=2)
-    itemsize = max(narrow, 2) if device.is_cuda else 4
-    return footprint(config, weight_itemsize=itemsize, kv_itemsize=itemsize)
+def _itemsize_on(device: Device, inventory: Inventory | None) -> int:
+    """As engine.dtype 'auto' loads: bf16 on a GPU if any is stored so, or none is known."""
+    dtypes = inventory.dtypes if inventory else {}
+    return 2 if device.is_cuda and (not dtypes or "BF16" in dtypes) else 4
 
 
 def _room(fits: Fit) -> str:

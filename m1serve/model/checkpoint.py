@@ -32,6 +32,8 @@ from m1serve.model.tensor_stream import TensorStream
 
 logger = logging.getLogger(__name__)
 
+FETCH_BOTH = f"fetch {CONFIG_FILE} and weights from one checkpoint"
+
 
 def disk_views(model: M1ForCausalLM) -> dict[str, Tensor]:
     """On-disk name -> the part of a parameter that it fills; memory is shared with the model."""
@@ -157,7 +159,8 @@ def _checked_inventory(path: Path, config: M1Config) -> Inventory:
         raise WeightsError(f"{path} is not a whole checkpoint: {abridged(problems)}")
     if problems := tensor_problems(inventory, wanted_shapes(config)):
         raise WeightsError(
-            f"the weights in {path} are not those of its {CONFIG_FILE}: {abridged(problems)}"
+            f"the weights in {path} are not those of its {CONFIG_FILE}: {abridged(problems)}; "
+            f"{FETCH_BOTH}"
         )
     if narrow := narrow_routers(inventory):
         logger.warning(

@@ -64,9 +64,13 @@ class Inventory:
         return [
             *self._missing_files(),
             *self.broken_files,
-            *(f"{name} is in {files}" for name, files in owners.items() if len(files) > 1),
             *(
-                f"{name} is not in {file}, where the index has it"
+                f"{name} is in {files}, wanted in one of them; fetch them again"
+                for name, files in owners.items()
+                if len(files) > 1
+            ),
+            *(
+                f"{name} is not in {file}, where the index has it; fetch both again"
                 for name, file in (self.weight_map or {}).items()
                 if file in present and file not in owners.get(name, [])
             ),

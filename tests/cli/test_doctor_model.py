@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,14 @@ from m1serve.cli.app import app
 from m1serve.cli.doctor_model import examine_model
 from m1serve.cli.finding import Finding
 from m1serve.config import Settings
+from m1serve.engine.launch import serving_dtype
 from m1serve.errors import WeightsError
 from m1serve.model.checkpoint import load_model, save_model, wanted_shapes
 from m1serve.model.devices import Device
 from m1serve.model.directory import read_config
+from m1serve.model.footprint import footprint
 from m1serve.model.weights import import_model_dir
+from m1serve.types import VersionRef
 
 NANO = Settings().model_dir
 GIB = 2**30
@@ -188,7 +192,7 @@ def write_template(path: Path) -> None:
         (
             lambda p: edit_tensors(p, **{"lm_head.weight": None, "head": torch.ones(1)}),
             "model tensors",
-            "unexpected head; missing lm_head.weight",
+            "unexpected head; missing lm_head.weight; fetch config.json and weights from one",
         ),
         (
             lambda p: edit_tensors(p, **{"model.norm.weight": torch.ones(192).to(torch.int8)}),
@@ -283,6 +287,28 @@ def test_on_a_gpu_weights_take_what_they_take_on_disk(nano: Path) -> None:
     counted = examined(nano, H200[:1])["memory"].details["footprint"]
     assert isinstance(counted, dict)
     assert counted["weight_bytes"] == 4 * counted["num_params"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "itemsize"), [(torch.float16, 4), (torch.float32, 4), (torch.bfloat16, 2)]
+)
+def test_weights_are_counted_in_the_dtype_that_the_engine_loads_them_in(
+    nano: Path, stored: torch.dtype, itemsize: int
+) -> None:
+    save_model(load_model(nano), nano, dtype=stored)
+    # a cast copy: its routers would decide otherwise
+    tensors = {name: t.to(stored) for name, t in load_file(nano / "model.safetensors").items()}
+    save_file(tensors, nano / "model.safetensors")
+    shutil.copytree(nano, nano / "serving")
+    version = VersionRef(weights_version="nano@0", path=str(nano))
+    assert serving_dtype("auto", version, device="cuda").itemsize == itemsize
+    memory = examined(nano, H200[:1])["memory"]
+    counted = memory.details["footprint"]
+    assert isinstance(counted, dict)
+    assert counted == asdict(
+        footprint(read_config(nano), weight_itemsize=itemsize, kv_itemsize=itemsize)
+    )
+    assert ("in fp32" in memory.text) == (itemsize == 4)
 
 
 def test_no_directory_is_one_finding(tmp_path: Path) -> None:

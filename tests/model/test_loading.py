@@ -170,8 +170,11 @@ def test_tensors_must_be_where_the_index_has_them(model: M1ForCausalLM, tmp_path
     save_model(model, tmp_path, dtype=torch.float32, max_shard_bytes=100_000)
     shards = sorted(tmp_path.glob("*.safetensors"))
     shutil.copyfile(shards[0], shards[1])
-    with pytest.raises(WeightsError, match=r"is not in model-00001.*is in \[|is in \[.*is not in"):
+    with pytest.raises(WeightsError, match="the index has it; fetch both again") as refusal:
         load_model(tmp_path)
+    said = str(refusal.value)
+    assert f"is in ['{shards[0].name}', '{shards[1].name}'], wanted in one of them; fetch" in said
+    assert f"is not in {shards[1].name}, where the index has it" in said
 
 
 def test_a_header_that_lies_about_its_bytes_is_refused(tmp_path: Path) -> None:
