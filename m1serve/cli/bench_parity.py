@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from dataclasses import asdict, replace
@@ -143,9 +144,22 @@ def _device_name(device: torch.device) -> str:
     return str(device) if found is None else found.model
 
 
+def _without_nan(value: object) -> object:
+    """null where there was nothing to compute from: JSON has no NaN."""
+    match value:
+        case float() if math.isnan(value):
+            return None
+        case dict():
+            return {key: _without_nan(part) for key, part in value.items()}
+        case list() | tuple():
+            return [_without_nan(part) for part in value]
+    return value
+
+
 def _write(setting: dict[str, object], report: ParityReport, out: Path | None) -> None:
     command = shlex.join(["m1serve", *sys.argv[1:]])
-    text = json.dumps({"command": command, **setting, **asdict(report)}, indent=1)
+    whole = {"command": command, **setting, **asdict(report)}
+    text = json.dumps(_without_nan(whole), indent=1)
     if out is None:
         print(text)
     else:

@@ -7,6 +7,7 @@ Shapes: B rows, T tokens, P prompt tokens, E hidden, V vocabulary; N tokens of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class Agreement:
 
     r: float
     """Pearson correlation of the probabilities (not their logarithms), as the report's Figure 3;
-    NaN when one side is constant."""
+    NaN when one side is constant, as a single token's is."""
     mean_abs_dlogp: float
     max_abs_dlogp: float
 
@@ -43,7 +44,7 @@ class LayerAgreement:
     prefill_error: float
     """|training - serving| / |training| of what leaves the layer, over the prompt's tokens"""
     decode_error: float
-    """The same over the tokens that were decoded one by one."""
+    """The same over the tokens that were decoded one by one; NaN where none was."""
     flip_rate: float
     """Share of all tokens that reach other experts in one mode than in the other."""
 
@@ -169,10 +170,16 @@ def agreement(training_N: Tensor, serving_N: Tensor) -> Agreement:
     a_N, b_N = training_N.double(), serving_N.double()
     gap_N = (a_N - b_N).abs()
     return Agreement(
-        r=torch.corrcoef(torch.stack([a_N.exp(), b_N.exp()]))[0, 1].item(),
+        r=_correlation(a_N.exp(), b_N.exp()),
         mean_abs_dlogp=gap_N.mean().item(),
         max_abs_dlogp=gap_N.max().item(),
     )
+
+
+def _correlation(a_N: Tensor, b_N: Tensor) -> float:
+    if len(a_N) < 2:
+        return math.nan
+    return torch.corrcoef(torch.stack([a_N, b_N]))[0, 1].item()
 
 
 def logprobs_of_logits(model: M1ForCausalLM, hidden_NE: Tensor, token_N: Tensor) -> Tensor:
@@ -221,7 +228,7 @@ def _layers(
 
 def _relative(wanted: Tensor, got: Tensor) -> float:
     if not wanted.numel():
-        return 0.0
+        return math.nan
     wanted, got = wanted.float(), got.float()
     error: float = ((wanted - got).norm() / wanted.norm()).item()
     return error

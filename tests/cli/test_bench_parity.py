@@ -47,6 +47,20 @@ def test_a_model_directory_in_bf16_disagrees_by_more(tmp_path: Path) -> None:
     assert report["layers"][-1]["decode_error"] > 1e-4
 
 
+def test_what_one_token_cannot_tell_is_null() -> None:
+    """Strict readers of JSON take no NaN, and nothing was decoded behind the prompt."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    said = run("--device", "cpu", "--rows", "1", "--tokens", "1")
+    report = json.loads(said, parse_constant=refuse)
+    assert report["fp32_head"]["r"] is None
+    assert report["fp32_head"]["mean_abs_dlogp"] <= 1e-5
+    assert {layer["decode_error"] for layer in report["layers"]} == {None}
+    assert all(layer["prefill_error"] < 1e-5 for layer in report["layers"])
+
+
 def test_a_slice_is_made_of_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven lightning layers and a softmax layer, here of tiny widths."""
     monkeypatch.setattr("m1serve.model.slice.slice_config", lambda: tiny_config(SLICE_VOCAB))
