@@ -100,8 +100,12 @@ def save_model(
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = 4 * 2**30,
 ) -> None:
-    """Writes config.json and the weights in `dtype`, the router in fp32; copies one shard."""
+    """Writes config.json and the weights in `dtype`, the router in fp32; copies one shard.
+
+    An index that is there already would go before one file of weights: it is removed.
+    """
     path.mkdir(parents=True, exist_ok=True)
+    (path / INDEX_FILE).unlink(missing_ok=True)
     (path / CONFIG_FILE).write_text(json.dumps(model.config.to_dict(), indent=1) + "\n")
     views = disk_views(model)
     shards = _shards(views, dtype, max_shard_bytes)

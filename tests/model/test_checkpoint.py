@@ -163,3 +163,13 @@ def test_random_weights_follow_their_seed(config: M1Config) -> None:
     same = [random_model(config, seed=seed)(IDS) for seed in (3, 3, 4)]
     assert torch.equal(same[0], same[1])
     assert not torch.equal(same[0], same[2])
+
+
+def test_a_directory_written_again_holds_the_last_model(
+    model: M1ForCausalLM, tmp_path: Path
+) -> None:
+    save_model(model, tmp_path, dtype=torch.float32, max_shard_bytes=100_000)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    save_model(model, tmp_path, dtype=torch.float32)
+    assert not load_model(tmp_path).lm_head.weight.any()
