@@ -13,6 +13,7 @@ from torch import Tensor
 from m1serve.errors import WeightsError
 from m1serve.model.hybrid import M1ForCausalLM
 from m1serve.model.manifest import Golden, Manifest
+from m1serve.model.spelling import is_number
 from m1serve.model.state import SequenceState
 
 
@@ -40,12 +41,23 @@ def record_golden(model: M1ForCausalLM, sequences: Sequence[Sequence[int]]) -> t
 
 
 def golden_gap(model: M1ForCausalLM, manifest: Manifest) -> tuple[float, float]:
-    """Mean and largest |logprob - recorded| over all golden tokens; nan when a weight is."""
-    if not manifest.golden:
+    """Mean and largest |logprob - recorded| over all golden tokens; nan when a weight is.
+
+    WeightsError when there are none, or ones that the model could not have said.
+    """
+    if not any(golden.logprobs for golden in manifest.golden):
         raise WeightsError(
             f"{manifest.weights_version} has no golden sequences to be checked with; "
             "write the version again with golden_prompts"
         )
+    for place, golden in enumerate(manifest.golden):
+        if not _is_sound(golden, model.config.vocab_size):
+            raise WeightsError(
+                f"golden sequence {place} of {manifest.weights_version} is not one of this model: "
+                f"wanted token ids below {model.config.vocab_size} and one logprob fewer, "
+                f"got {len(golden.token_ids)} and {len(golden.logprobs)}; write the version "
+                "again with golden_prompts"
+            )
     gaps = torch.cat(
         [
             (sequence_logprobs(model, golden.token_ids) - torch.tensor(golden.logprobs)).abs()
@@ -53,6 +65,12 @@ def golden_gap(model: M1ForCausalLM, manifest: Manifest) -> tuple[float, float]:
         ]
     )
     return float(gaps.mean()), float(gaps.max())
+
+
+def _is_sound(golden: Golden, vocab_size: int) -> bool:
+    ids, logprobs = golden.token_ids, golden.logprobs
+    are_ids = all(type(i) is int and 0 <= i < vocab_size for i in ids)
+    return are_ids and len(ids) - 1 == len(logprobs) and all(map(is_number, logprobs))
 
 
 @torch.no_grad()

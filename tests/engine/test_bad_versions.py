@@ -17,7 +17,7 @@ from torch import Tensor
 from m1serve.chat.tokenizer import ChatTokenizer
 from m1serve.engine.local import LocalEngine
 from m1serve.errors import WeightsError
-from m1serve.model.manifest import FileRecord, file_sha256, read_manifest
+from m1serve.model.manifest import FileRecord, Golden, file_sha256, read_manifest
 from m1serve.model.tensor_file import tensor_digests
 from m1serve.types import VersionRef
 
@@ -110,6 +110,29 @@ def forget_a_control_token(serving: Path) -> None:
     edit_json(serving, TOKENIZER, change)
 
 
+def remember(serving: Path, token_ids: tuple[Any, ...], logprobs: tuple[Any, ...]) -> None:
+    golden = Golden(token_ids=token_ids, logprobs=logprobs)
+    manifest = read_manifest(serving.parent)
+    replace(manifest, golden=(*manifest.golden, golden)).sealed().write(serving.parent)
+
+
+def remember_a_foreign_token(serving: Path) -> None:
+    remember(serving, (5, 512), (-1.0,))
+
+
+def remember_a_word(serving: Path) -> None:
+    remember(serving, (5, "six"), (-1.0,))
+
+
+def remember_one_logprob_too_many(serving: Path) -> None:
+    """Which would be spread over all tokens."""
+    remember(serving, (5, 6), (-1.0, -1.0))
+
+
+def remember_no_logprob(serving: Path) -> None:
+    remember(serving, (5, 6), (None,))
+
+
 FAULTS: list[tuple[Damage, str]] = [
     (lose_a_file, "files are missing: ['model.safetensors']"),
     (truncate, "model.safetensors is truncated"),
@@ -120,6 +143,10 @@ FAULTS: list[tuple[Damage, str]] = [
     (number_an_unknown_layer, "attn_type_list holds other values than 0 and 1: [0, 2]"),
     (contradict, "layernorm_mlp_alpha is 2.0 and mlp_alpha_factor is 1: one of them is wrong"),
     (outgrow_the_vocabulary, "is the wrong tokenizer: it has 513 tokens, the model 512"),
+    (remember_a_foreign_token, "golden sequence 1 of tiny@1 is not one of this model"),
+    (remember_a_word, "golden sequence 1 of tiny@1 is not one of this model"),
+    (remember_one_logprob_too_many, "golden sequence 1 of tiny@1 is not one of this model"),
+    (remember_no_logprob, "golden sequence 1 of tiny@1 is not one of this model"),
     (forget_a_control_token, "has no tokens ['<end_of_document>']"),
 ]
 
