@@ -11,6 +11,8 @@ from m1serve.model.spelling import TRANSFORMERS_TYPE, in_minimax_spelling, is_nu
 LIGHTNING, SOFTMAX = 0, 1
 MODEL_TYPES = ("minimax_m1", "minimax_text_01", TRANSFORMERS_TYPE)
 ARCHITECTURES = ("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM", "MiniMaxForCausalLM")
+_TOO_LARGE = 2**31
+"""For any width or count."""
 _TOKEN_IDS = ("bos_token_id", "eos_token_id")
 
 # what this code does; a config.json that asks for anything else describes another model
@@ -168,4 +170,4 @@ def _is_plausible(name: str, value: object) -> bool:
     if name.startswith("layernorm_") or name in ("rope_theta", "rms_norm_eps"):
         is_free = name.startswith("layernorm_")
         return is_number(value) and (is_free or value > 0)
-    return type(value) is int and value > 0
+    return type(value) is int and 0 < value < _TOO_LARGE

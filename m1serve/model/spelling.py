@@ -74,7 +74,7 @@ def _readings(raw: Mapping[str, object]) -> Iterator[_Reading]:
         yield _Reading("rope_theta", "rope_parameters.rope_theta", rope["rope_theta"])
     for key, factor in _partial_rotary_factors(raw):
         head_dim = _head_dim(raw)
-        if head_dim is not None and is_number(factor):
+        if is_number(head_dim) and is_number(factor):
             rotated = float(factor) * head_dim
             dim = int(rotated) if rotated.is_integer() else rotated
             yield _Reading("rotary_dim", f"{key} times head_dim", dim)

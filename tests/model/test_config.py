@@ -40,6 +40,12 @@ def test_text_01_is_the_same_graph() -> None:
         ({"eos_token_id": 512}, "eos_token_id 512 is beyond the vocabulary of 512"),
         ({"rope_theta": float("nan")}, "rope_theta is nan, not a usable number"),
         ({"layernorm_mlp_alpha": 10**400}, "layernorm_mlp_alpha is 1000"),
+        ({"head_dim": 10**30}, "head_dim is 1000"),
+        (
+            {"head_dim": None, "hidden_size": 10**400, "partial_rotary_factor": 0.5},
+            "hidden_size is 1000",
+        ),
+        ({"head_dim": 10**400, "partial_rotary_factor": 0.5}, "head_dim is 1000"),
         ({"partial_rotary_factor": 10**400}, "partial_rotary_factor is 1000"),
         ({"attn_type_list": ["full"] * 8}, "not a list of 0 (lightning) and 1 (softmax)"),
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
