@@ -103,8 +103,10 @@ def make_report(question: Question) -> Report:
     storage = question.storage
     expanded, absorbed = r1_expanded(storage), r1_absorbed(storage)
     m1 = shape_of(M1, name="MiniMax-M1", storage=storage)
-    asked = shape_of(question.config, name=question.name, storage=storage)
-    shapes = (asked, expanded, absorbed, qwen3(storage))
+    rivals = (expanded, absorbed, qwen3(storage))
+    is_taken = question.name in {rival.name for rival in rivals}
+    name = f"{question.name} (asked)" if is_taken else question.name
+    shapes = (shape_of(question.config, name=name, storage=storage), *rivals)
     return Report(
         conventions=CONVENTIONS,
         question=question,

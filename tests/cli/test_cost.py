@@ -64,6 +64,16 @@ def test_any_model_directory_will_do(tmp_path: Path) -> None:
         )
 
 
+def test_a_directory_that_is_named_as_a_rival_is_told_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen3-235B-A22B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(M1.to_dict()))
+    facts = facts_of("--model", str(folder))
+    assert len({shape["name"] for shape in facts["shapes"]}) == 4
+    asked = facts["lengths"][0]["token_flops"][facts["shapes"][0]["name"]]
+    assert asked == facts_of()["lengths"][0]["token_flops"]["MiniMax-M1"]
+
+
 def test_nanos_small_figures_are_not_rounded_to_nothing() -> None:
     page = run_cost("--model", "nano")
     # 8.91 M linear, 0.29 M lightning and 1,024 a key
