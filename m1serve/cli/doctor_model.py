@@ -239,11 +239,13 @@ def _wanted(counted: Footprint, best: Device) -> str:
     wanted = counted.weight_bytes + counted.sequence_bytes(context)
     if not best.is_cuda:
         return f"{_size(wanted / (1 - RESERVED))} free would do for one context of {context:,}"
-    num = num_devices_needed(counted, free_bytes=best.free_bytes, context_tokens=context)
-    return (
-        f"{num} such devices would do for one context of {context:,}, if they shared it (tensor "
-        "parallel); but the local engine uses one"
+    num = num_devices_needed(counted, free_bytes=best.total_bytes, context_tokens=context)
+    text = (
+        f"{_plural(num, 'such device')}, otherwise empty, would do for one context of {context:,}"
     )
+    if num == 1:
+        return text
+    return f"{text}, if they shared it (tensor parallel); but the local engine uses one"
 
 
 def _good(subject: str, text: str, details: Mapping[str, object] | None = None) -> Finding:

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -118,9 +118,19 @@ def test_what_m1_needs_is_counted_for_one_device_and_for_all(m1_shards: Path) ->
     assert isinstance(together, dict)
     assert 2.8e6 < together["longest_context_tokens"] < 3.0e6
     one = examined(m1_shards, H200[:1])["memory"].text
-    assert "8 such devices would do for one context of 8,192" in one
+    assert "8 such devices, otherwise empty, would do for one context of 8,192" in one
+    assert "if they shared it (tensor parallel)" in one
     on_cpu = examined(m1_shards)["memory"].text
     assert "1,847.8 GiB free would do for one context of 8,192" in on_cpu
+
+
+def test_a_device_that_others_have_filled_is_told_from_one_that_is_too_small(nano: Path) -> None:
+    full = replace(H200[0], free_bytes=2**20)
+    memory = examined(nano, (full,))["memory"]
+    assert not memory.is_good
+    assert memory.text.endswith(
+        "does not fit; 1 such device, otherwise empty, would do for one context of 8,192"
+    )
 
 
 def test_an_index_without_its_files_is_checked_as_far_as_it_goes(m1_data: Path) -> None:
