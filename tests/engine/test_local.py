@@ -322,8 +322,7 @@ async def test_a_dead_step_thread_leaves_nobody_waiting(make_rig: Any, tok: Chat
 
 async def test_closing_ends_streams_and_refuses_more(local: StartRig, versions: Versions) -> None:
     rig = await local(max_model_len=2048)
-    running = asyncio.create_task(rig.say(max_tokens=2000))
-    await asyncio.sleep(0.05)
+    running = await rig.begin(max_tokens=2000)
     await rig.engine.close()
     assert (await running).stop() is StopCause.ABORT
     with pytest.raises(EngineError):
